@@ -1,0 +1,1 @@
+"""Single-controller reinforcement-learning post-training on Dask distributed."""
