@@ -1,6 +1,6 @@
 """Every exception that dask_controller raises on purpose.
 
-Each class is also a builtin exception, so that ``except ValueError`` and kin keep working, and each keeps the
+Each kind is also a builtin exception, so that ``except ValueError`` and kin keep working, and each keeps the
 facts of the failure as fields, so that a program does not have to read the text. All of them survive plain
 pickling between processes: the fields are the arguments of ``Exception.__init__`` and the text is made in
 ``__str__``.
@@ -9,6 +9,8 @@ The tree::
 
     ControllerError(Exception)
     ├─ RegistrationError(TypeError)          bad @register arguments, name collisions, unknown modes
+    │  ├─ DuplicateModeError(ValueError)     a mode name that is taken
+    │  └─ UnknownModeError(KeyError)         a mode that is not registered
     ├─ NotRegisteredError(AttributeError)    a method was called that no @register marks
     ├─ DataProtoError(ValueError)
     │  ├─ BatchMismatchError                 columns or batches whose lengths differ
@@ -26,7 +28,8 @@ The tree::
     │  ├─ RankLostError                      the host of a rank is gone
     │  ├─ ChunkLostError                     a piece of data is gone
     │  └─ RankTimeoutError(TimeoutError)     a rank did not answer in time
-    └─ GroupClosedError(RuntimeError)
+    ├─ RemoteError                           stands in for a rank's exception that could not be brought over
+    └─ GroupClosedError(RuntimeError)        the group was closed
 """
 
 from __future__ import annotations
@@ -41,6 +44,7 @@ __all__ = [
     "ControllerError",
     "DataProtoError",
     "DispatchError",
+    "DuplicateModeError",
     "GroupClosedError",
     "GroupStartTimeoutError",
     "InsufficientResourcesError",
@@ -53,6 +57,7 @@ __all__ = [
     "RankTimeoutError",
     "RegistrationError",
     "RemoteError",
+    "UnknownModeError",
     "UnsupportedTypeError",
     "VersionMismatchError",
     "WireFormatError",
@@ -65,6 +70,49 @@ class ControllerError(Exception):
 
 class RegistrationError(ControllerError, TypeError):
     """A method, mode or class is declared in a way that cannot work."""
+
+
+class DuplicateModeError(RegistrationError, ValueError):
+    """A dispatch or execution mode of that name exists already.
+
+    Parameters
+    ----------
+    message : str
+        What happened and what to do.
+    name : str
+        The name that is taken.
+    """
+
+    def __init__(self, message: str, name: str = "") -> None:
+        super().__init__(message, name)
+        self.message = message
+        self.name = name
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class UnknownModeError(RegistrationError, KeyError):
+    """No dispatch or execution mode of that name is registered.
+
+    Parameters
+    ----------
+    message : str
+        What happened and what to do.
+    name : str
+        The name that was asked for.
+    near : sequence of str
+        Registered names that look like it.
+    """
+
+    def __init__(self, message: str, name: str = "", near: Sequence[str] = ()) -> None:
+        super().__init__(message, name, tuple(near))
+        self.message = message
+        self.name = name
+        self.near = tuple(near)
+
+    def __str__(self) -> str:
+        return self.message
 
 
 class NotRegisteredError(ControllerError, AttributeError):
