@@ -48,7 +48,7 @@ check: $(VENV)/.stamp-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(call limit,600) $(BIN)/mypy
-	$(call limit,300) $(BIN)/python -m numpydoc.hooks.validate_docstrings $$(find dask_controller -name '*.py')
+	$(call limit,300) $(BIN)/python -m numpydoc lint $$(find dask_controller -name '*.py')
 	$(call limit,600) $(BIN)/python -m pytest -q tests/test_docs.py
 
 bench: $(VENV)/.stamp-dev
