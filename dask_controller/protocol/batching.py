@@ -122,9 +122,7 @@ class Padding:
     __slots__ = ("padded", "real")
 
     def __init__(self, real: tuple[int, ...] | None = None, padded: tuple[int, ...] | None = None) -> None:
-        if (real is None) != (padded is None) or (
-            real is not None and padded is not None and len(real) != len(padded)
-        ):
+        if (real is None) != (padded is None) or (real is not None and padded is not None and len(real) != len(padded)):
             raise BatchMismatchError(
                 f"Padding needs real and padded rows of the same chunks, got real={real!r} and padded={padded!r}."
             )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from tensordict import MemoryMappedTensor, TensorDict
 
 from dask_controller.errors import UnsupportedTypeError, WireFormatError
 
-__all__ = ["INBAND_NBYTES", "raw_bytes", "reduce_value", "to_host", "writable"]
+__all__ = ["INBAND_NBYTES", "PLAIN_MAKERS", "raw_bytes", "reduce_value", "to_host", "writable"]
 
 #: Values up to this size travel inside the stream: a frame of its own costs more than the copy.
 INBAND_NBYTES = 1024
@@ -43,7 +43,8 @@ def _bytes_over(buffer: _Buffer, alignment: int) -> np.ndarray[Any, np.dtype[np.
 
 
 def _frame(array: np.ndarray[Any, np.dtype[np.uint8]]) -> Any:
-    return bytearray(array) if array.nbytes <= INBAND_NBYTES else pickle.PickleBuffer(array)
+    view = memoryview(array)
+    return bytearray(view) if view.nbytes <= INBAND_NBYTES else pickle.PickleBuffer(view)
 
 
 # --- tensors -----------------------------------------------------------------------------------------------------
@@ -61,17 +62,14 @@ def raw_bytes(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
     Goes through DLPack, because ``Tensor.numpy()`` would mark the caller's storage as not resizable for ever.
     """
     tensor = to_host(tensor).resolve_conj().resolve_neg().contiguous()
-    array: np.ndarray[Any, np.dtype[np.uint8]] = np.from_dlpack(tensor.reshape(-1).view(torch.uint8))  # type: ignore[arg-type]
-    return array
+    return cast("np.ndarray[Any, np.dtype[np.uint8]]", np.from_dlpack(tensor.reshape(-1).view(torch.uint8)))
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _make_tensor(
-    buffer: _Buffer, dtype_name: str, shape: tuple[int, ...], requires_grad: bool = False
-) -> torch.Tensor:
+def _make_tensor(buffer: _Buffer, dtype_name: str, shape: tuple[int, ...], requires_grad: bool = False) -> torch.Tensor:
     dtype = getattr(torch, dtype_name, None)
     if not isinstance(dtype, torch.dtype):
         raise WireFormatError(
@@ -233,7 +231,7 @@ _SPARSE_LAYOUTS = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.s
 
 
 def _make_tensordict(
-    items: dict[str, Any], batch_size: tuple[int, ...], device: str | None, names: list[str | None] | None, locked: bool
+    items: dict[Any, Any], batch_size: tuple[int, ...], device: str | None, names: Any, locked: bool
 ) -> TensorDict:
     td = TensorDict._new_unsafe(
         items, batch_size=torch.Size(batch_size), device=None if device is None else torch.device(device), names=names
@@ -257,7 +255,8 @@ def _make_array(buffer: _Buffer, dtype: Any, shape: tuple[int, ...], order: Any)
     dtype = np.dtype(dtype)
     if buffer is None:
         return np.empty(shape, dtype=dtype, order=order)
-    return _bytes_over(buffer, max(dtype.alignment, 1)).view(dtype).reshape(shape, order=order)
+    array: np.ndarray[Any, Any] = _bytes_over(buffer, max(dtype.alignment, 1)).view(dtype)
+    return array.reshape(shape, order=order)
 
 
 def reduce_array(array: np.ndarray[Any, Any]) -> Reduced | None:
@@ -272,6 +271,20 @@ def reduce_array(array: np.ndarray[Any, Any]) -> Reduced | None:
         return _make_array, (None, described, array.shape, order)
     flat = np.ascontiguousarray(array.T if order == "F" else array).reshape(-1).view(np.uint8)
     return _make_array, (_frame(flat), described, array.shape, order)
+
+
+#: The functions above that make data from plain arguments and run nothing else.
+PLAIN_MAKERS: tuple[Callable[..., Any], ...] = (
+    _make_tensor,
+    _make_parameter,
+    _make_meta,
+    _make_jagged,
+    _make_nested,
+    _make_coo,
+    _make_compressed,
+    _make_tensordict,
+    _make_array,
+)
 
 
 # --- one entry ---------------------------------------------------------------------------------------------------

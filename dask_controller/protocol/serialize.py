@@ -274,9 +274,7 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f".{name}", item) for name, item in vars(value).items())
 
 
-def _blame(
-    value: Any, error: Exception, is_ref: Callable[[object], bool] | None
-) -> tuple[str, Any, Exception]:
+def _blame(value: Any, error: Exception, is_ref: Callable[[object], bool] | None) -> tuple[str, Any, Exception]:
     """Follow the failing parts down to the smallest one. Runs on failure only, so packing again is affordable."""
     path, seen = "", {id(value)}
     while True:
