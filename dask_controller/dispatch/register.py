@@ -105,8 +105,8 @@ def register(
     if _is_bare_use(dispatch_mode):
         if (execute_mode, blocking, materialize_futures) != (Execute.ALL, True, True):
             raise RegistrationError(
-                f"@register got the function {_describe(dispatch_mode)} as its dispatch mode. A dispatch function alone "
-                "is no mode: give both functions, dispatch_mode={'dispatch_fn': ..., 'collect_fn': ...}."
+                f"@register got the function {_describe(dispatch_mode)} as its dispatch mode. A dispatch function "
+                "alone is no mode: give both functions, dispatch_mode={'dispatch_fn': ..., 'collect_fn': ...}."
             )
         return _mark(dispatch_mode, RegisteredSpec())
     spec = RegisteredSpec(
@@ -142,8 +142,9 @@ def spec_of(func: object) -> RegisteredSpec | None:
         return None
     if "dispatch_mode" not in mark:
         raise RegistrationError(
-            f"The mark of {_describe(func)} has no 'dispatch_mode': expected a mapping with dispatch_mode, execute_mode "
-            f"and blocking, got the keys {sorted(map(str, mark))}. Mark the method with dask_controller.register."
+            f"The mark of {_describe(func)} has no 'dispatch_mode': expected a mapping with dispatch_mode, "
+            f"execute_mode and blocking, got the keys {sorted(map(str, mark))}. Mark the method with "
+            "dask_controller.register."
         )
     mode = mark["dispatch_mode"]
     return RegisteredSpec(
@@ -222,8 +223,8 @@ def _mark(func: F, spec: RegisteredSpec) -> F:
         )
     if not hasattr(func, "__get__"):
         raise RegistrationError(
-            f"@register cannot mark {_describe(func)}: a {type(func).__name__} stored in a class does not receive self. "
-            "Expected a `def` or `async def` method; wrap it in one."
+            f"@register cannot mark {_describe(func)}: a {type(func).__name__} stored in a class does not receive "
+            "self. Expected a `def` or `async def` method; wrap it in one."
         )
     if MAGIC_ATTR in getattr(func, "__dict__", {}):
         raise RegistrationError(

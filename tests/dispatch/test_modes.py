@@ -8,7 +8,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import cloudpickle
@@ -27,14 +26,6 @@ BUILTIN = [
     "DP_COMPUTE_METRIC",
     "DIRECT_ROLLOUT_METHOD",
 ]
-
-
-@pytest.fixture(autouse=True)
-def _only_builtin_members() -> Iterator[None]:
-    yield
-    for enum, keep in ((Dispatch, BUILTIN), (Execute, ["ALL", "RANK_ZERO"])):
-        for name in set(enum.names()) - set(keep):
-            enum.remove(name)
 
 
 def test_builtin_members() -> None:
