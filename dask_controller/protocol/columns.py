@@ -22,6 +22,7 @@ __all__ = [
     "map_rows",
     "object_column",
     "row_indices",
+    "stack_nested",
     "slice_tensordict",
     "take_tensordict",
 ]
@@ -121,7 +122,7 @@ def slice_tensordict(td: TensorDictBase, rows: builtins.slice) -> TensorDictBase
     try:
         sliced: TensorDictBase = td[rows]
         return td.copy() if sliced is td else sliced  # a full slice gives the very object
-    except NotImplementedError:
+    except (NotImplementedError, RuntimeError):  # a layout that torch cannot slice
         return take_tensordict(td, np.arange(td.batch_size[0])[rows])
 
 
@@ -133,21 +134,33 @@ def take_tensordict(td: TensorDictBase, indices: np.ndarray[Any, np.dtype[np.int
     try:
         taken: TensorDictBase = td[index]
         return taken
-    except NotImplementedError:  # a dtype or layout that torch cannot index
+    except (NotImplementedError, RuntimeError):  # a dtype or layout that torch cannot index
         return map_rows(td, lambda column: _take(column, index), len(indices))
 
 
 def _take(column: Any, index: torch.Tensor) -> Any:
     if not isinstance(column, torch.Tensor):
         return column[index]
+    if column.is_nested:
+        rows = column.unbind()
+        return stack_nested([rows[i] for i in index.tolist()], like=column)
     try:
         return column[index]
     except NotImplementedError:
-        if column.is_nested:
-            rows = column.unbind()
-            return torch.nested.nested_tensor([rows[i] for i in index.tolist()], dtype=column.dtype)
         bits = torch.uint8 if column.dtype.itemsize == 1 else torch.int16
         return column.view(bits)[index].view(column.dtype)
+
+
+def stack_nested(rows: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+    """Make a nested tensor of the layout and dtype of ``like`` out of its, or similar, rows."""
+    if rows:
+        return torch.nested.as_nested_tensor(list(rows), layout=like.layout)
+    if like.layout is not torch.jagged:
+        return torch.nested.nested_tensor([], dtype=like.dtype, device=like.device)
+    values, offsets = like.values(), like.offsets()  # type: ignore[attr-defined]
+    ragged_dim = int(like._ragged_idx)  # type: ignore[attr-defined]
+    none = values.narrow(ragged_dim - 1, 0, 0)
+    return torch.nested.nested_tensor_from_jagged(none, offsets[:1] * 0, jagged_dim=ragged_dim)
 
 
 # --- joining -----------------------------------------------------------------------------------------------------
@@ -185,7 +198,7 @@ def join_tensordicts(parts: Sequence[tuple[int, TensorDictBase]]) -> TensorDictB
         return full[0][1].copy()  # columns shared, container its own
     try:
         return cast("TensorDictBase", torch.cat([cast("Any", td) for _, td in full], dim=0))
-    except (RuntimeError, KeyError) as error:
+    except (RuntimeError, NotImplementedError, KeyError) as error:
         raise BatchMismatchError(_shape_text(full) or f"The batches cannot be joined: {error}") from error
 
 
