@@ -252,13 +252,15 @@ def _check_functions(dispatch_fn: object, collect_fn: object) -> None:
 def _own(function: Callable[..., Any]) -> Callable[..., Any]:
     """Our namesake of a function of verl's module; any other function as it is."""
     if isinstance(function, functools.partial):
-        if function.func.__name__.endswith("_lazy_compute_data_proto") and len(function.args) == 1:
-            inner = _own(function.func)
-            if inner is not function.func:
-                # By way of the pair, whose collect function can tell its mask.
-                pair = mesh.make_nd_compute_dataproto_dispatch_fn(*function.args)
-                return pair["dispatch_fn"] if inner is mesh.dispatch_lazy_compute_data_proto else pair["collect_fn"]
-        return function
+        inner = _own(function.func)
+        if inner is function.func:
+            return function
+        if inner is mesh.dispatch_lazy_compute_data_proto:
+            return mesh.make_nd_compute_dataproto_dispatch_fn(*function.args, **function.keywords)["dispatch_fn"]
+        if inner is mesh.collect_lazy_compute_data_proto:
+            # A plain partial could not tell which ranks it needs.
+            return mesh.make_nd_compute_dataproto_dispatch_fn(*function.args, **function.keywords)["collect_fn"]
+        return functools.partial(inner, *function.args, **function.keywords)
     if getattr(function, "__module__", None) != _VERL_MODULE:
         return function
     name = getattr(function, "__name__", "")
