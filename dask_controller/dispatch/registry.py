@@ -222,7 +222,8 @@ def resolve(spec: RegisteredSpec) -> ResolvedMode:
         dispatch_fn, collect_fn = _own(mode["dispatch_fn"]), _own(mode["collect_fn"])
     else:
         dispatch_fn, collect_fn = _dispatch_functions(mode)
-    execute_mode = Execute.RANK_ZERO if mode is Dispatch.RANK_ZERO else spec.execute_mode
+    on_rank_zero = isinstance(mode, Dispatch) and mode.name == "RANK_ZERO"
+    execute_mode = Execute.RANK_ZERO if on_rank_zero else spec.execute_mode
     return ResolvedMode(dispatch_fn, collect_fn, get_predefined_execute_fn(execute_mode)["execute_fn_name"])
 
 
