@@ -1,0 +1,1 @@
+"""Measurements beside a peer in the same run: ``python -m benchmarks.run``, or ``make bench``."""

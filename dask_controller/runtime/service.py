@@ -1,0 +1,391 @@
+"""What this package adds to a Dask worker: one :class:`HostService` per host.
+
+Owns the message handlers on the host, the table of ranks that live there, the leases that hold its slots, and the
+values that non-blocking calls leave behind. It moves messages and data; it never runs user code, and nothing in it
+blocks the host's event loop. Does not own what a rank does with a call (``worker/host.py``).
+
+The handlers are installed by :func:`ensure_service`, which any code running on the host may call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import weakref
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Protocol
+
+from dask.sizeof import sizeof
+from distributed import Worker as DaskWorker
+from distributed import get_worker
+from distributed.comm.core import Comm, CommClosedError
+from distributed.core import Status
+from distributed.protocol.serialize import to_serialize
+from distributed.worker import _worker_cvar
+from distributed.worker_state_machine import FreeKeysEvent
+
+from dask_controller.protocol.batch_data import BatchData
+from dask_controller.protocol.serialize import Packed, pack
+
+__all__ = [
+    "HostService",
+    "Lease",
+    "Outbox",
+    "RankLike",
+    "Session",
+    "adopt_worker",
+    "decode",
+    "encode",
+    "ensure_service",
+    "install_service",
+    "row_count",
+    "services_in_process",
+]
+
+logger = logging.getLogger(__name__)
+
+#: Above this size, slicing and packing for a fetch leaves the event loop for a thread.
+_OFFLOAD_BYTES = 1 << 20
+
+#: How long a poll through the scheduler is held open on the host, in seconds.
+_POLL_S = 10.0
+
+_services: weakref.WeakKeyDictionary[DaskWorker, HostService] = weakref.WeakKeyDictionary()
+_services_lock = threading.Lock()
+
+
+class RankLike(Protocol):
+    """What the service needs to know of a rank."""
+
+    group_id: str
+    rank: int
+
+    def receive(self, call: dict[str, Any], session: Session) -> None: ...
+
+    def status(self) -> dict[str, Any]: ...
+
+
+def encode(packed: Packed) -> Any:
+    """The form in which a packed value travels inside a message: bare bytes where it has no buffers."""
+    return to_serialize(packed) if packed.frames else packed.header
+
+
+def decode(value: Any) -> Packed:
+    """Undo :func:`encode` after the message was read."""
+    return value if isinstance(value, Packed) else Packed(bytes(value), [], [])
+
+
+def row_count(value: Any) -> int | None:
+    """Rows of a value that can be cut by rows, else None."""
+    try:
+        return len(value) if BatchData(value).is_chunkable() else None
+    except Exception:
+        return None
+
+
+def adopt_worker(worker: DaskWorker) -> None:
+    """Make ``get_worker()`` and ``get_client()`` work in the calling thread's context, as in a Dask task."""
+    _worker_cvar.set(worker)
+
+
+class Outbox:
+    """Writes messages to a comm in order, several at once where they pile up.
+
+    A comm allows one write at a time; :meth:`send` may be called at any time from the comm's event loop.
+    """
+
+    def __init__(self, comm: Comm) -> None:
+        self.comm = comm
+        self._pending: list[Any] = []
+        self._writer: asyncio.Task[None] | None = None
+
+    def send(self, message: Any) -> None:
+        self._pending.append(message)
+        if self._writer is None:
+            self._writer = asyncio.ensure_future(self._drain())
+
+    async def _drain(self) -> None:
+        try:
+            while self._pending:
+                batch, self._pending = self._pending, []
+                await self.comm.write(batch)
+        except (OSError, CommClosedError):
+            # The reader of the same comm sees the closing too and reports it.
+            self.comm.abort()
+        finally:
+            self._writer = None
+
+
+class Session:
+    """One controller's conversation with the ranks of one group on this host.
+
+    Messages arrive either over a comm of their own (:meth:`run`) or in requests that the scheduler forwards
+    (:meth:`submit` and :meth:`poll`); the ranks do not see the difference.
+    """
+
+    def __init__(self, service: HostService, session_id: str, group_id: str) -> None:
+        self.service = service
+        self.session_id = session_id
+        self.group_id = group_id
+        self.closed = False
+        self._outbox: Outbox | None = None
+        self._mailbox: deque[Any] = deque()
+        self._mail = asyncio.Event()
+        self._next_batch = 0
+        self._early: dict[int, Sequence[dict[str, Any]]] = {}
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether buffers in messages are the sender's own memory (controller and host in one process)."""
+        return self._outbox is not None and self._outbox.comm.peer_address.startswith("inproc://")
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Queue a message to the controller. Call on the event loop."""
+        if self.closed:
+            return
+        if self._outbox is not None:
+            self._outbox.send(message)
+        else:
+            self._mailbox.append(message)
+            self._mail.set()
+
+    def send_threadsafe(self, message: dict[str, Any]) -> None:
+        """Queue a message to the controller from any thread."""
+        self.service.call_soon(self.send, message)
+
+    def deliver(self, messages: Sequence[dict[str, Any]]) -> None:
+        for message in messages:
+            self.service.deliver(self, message)
+
+    async def run(self, comm: Comm) -> None:
+        self._outbox = Outbox(comm)
+        try:
+            await comm.write("OK")
+            while True:
+                self.deliver(await comm.read())
+        except (OSError, CommClosedError):
+            pass
+        finally:
+            self.close()
+
+    def submit(self, number: int, messages: Sequence[dict[str, Any]]) -> None:
+        # Requests through the scheduler travel over pooled connections and can overtake each other.
+        self._early[number] = messages
+        while self._next_batch in self._early:
+            batch = self._early.pop(self._next_batch)
+            self._next_batch += 1
+            self.deliver(batch)
+
+    async def poll(self) -> list[dict[str, Any]]:
+        if not self._mailbox:
+            self._mail.clear()
+            try:
+                await asyncio.wait_for(self._mail.wait(), _POLL_S)
+            except asyncio.TimeoutError:
+                pass
+        out = list(self._mailbox)
+        self._mailbox.clear()
+        return out
+
+    def close(self) -> None:
+        self.closed = True
+        self._mail.set()
+        self.service.sessions.pop(self.session_id, None)
+
+
+class Lease:
+    """A slot of this host, taken for a pool for as long as ranks use it."""
+
+    def __init__(self, lease_id: str, pool_id: str, key: str) -> None:
+        self.lease_id = lease_id
+        self.pool_id = pool_id
+        self.key = key
+        self.ranks: set[str] = set()
+        self.ended = threading.Event()
+
+    def release(self, rank_id: str) -> None:
+        """A rank is gone; call with the service's lock held."""
+        self.ranks.discard(rank_id)
+        if not self.ranks:
+            self.ended.set()
+
+
+class HostService:
+    """The part of this package that lives in a Dask worker for as long as the worker does."""
+
+    def __init__(self, worker: DaskWorker) -> None:
+        self._worker = weakref.ref(worker)
+        self.loop: asyncio.AbstractEventLoop = worker.loop.asyncio_loop  # type: ignore[attr-defined]
+        self.sessions: dict[str, Session] = {}
+        self.ranks: dict[tuple[str, int], RankLike] = {}
+        self.leases: dict[str, Lease] = {}
+        self.lock = threading.Lock()
+        self._lease_waiters: dict[str, asyncio.Event] = {}
+        worker.handlers.update(
+            {
+                "dask_controller_channel": self.handle_channel,
+                "dask_controller_submit": self.handle_submit,
+                "dask_controller_poll": self.handle_poll,
+                "dask_controller_end": self.handle_end,
+                "dask_controller_fetch": self.handle_fetch,
+                "dask_controller_rows": self.handle_rows,
+                "dask_controller_free": self.handle_free,
+                "dask_controller_status": self.handle_status,
+                "dask_controller_wait_lease": self.handle_wait_lease,
+            }
+        )
+
+    @property
+    def worker(self) -> DaskWorker:
+        worker = self._worker()
+        if worker is None:
+            raise RuntimeError("the Dask worker of this rank is gone")
+        return worker
+
+    @property
+    def address(self) -> str:
+        return str(self.worker.contact_address or self.worker.address)
+
+    def call_soon(self, function: Callable[..., object], *args: Any) -> None:
+        """Run ``function`` on the host's event loop; silently dropped once the loop is closed."""
+        try:
+            self.loop.call_soon_threadsafe(function, *args)
+        except RuntimeError:
+            logger.debug("the event loop of the host is closed; dropped %r", function)
+
+    def run_coroutine(self, coroutine: Awaitable[Any]) -> asyncio.Future[Any]:
+        """Start a coroutine on the host's event loop. Call on that loop."""
+        return asyncio.ensure_future(coroutine)
+
+    # ------------------------------------------------------------------ messages
+
+    def deliver(self, session: Session, message: dict[str, Any]) -> None:
+        if message.get("ack"):
+            session.send({"id": message["id"], "ack": True, "rank": message["calls"][0]["rank"]})
+        for call in message["calls"]:
+            rank = self.ranks.get((session.group_id, call["rank"]))
+            call["values"] = message["values"]
+            call["id"] = message["id"]
+            if rank is None:
+                session.send({"id": message["id"], "rank": call["rank"], "gone": True})
+            else:
+                rank.receive(call, session)
+
+    async def handle_channel(self, comm: Comm, session_id: str, group_id: str) -> Status:
+        session = Session(self, session_id, group_id)
+        self.sessions[session_id] = session
+        await session.run(comm)
+        return Status.dont_reply
+
+    async def handle_submit(
+        self, session_id: str, group_id: str, number: int, messages: Sequence[dict[str, Any]]
+    ) -> str:
+        session = self.sessions.get(session_id)
+        if session is None:
+            session = self.sessions[session_id] = Session(self, session_id, group_id)
+        session.submit(number, messages)
+        return "OK"
+
+    async def handle_poll(self, session_id: str, group_id: str) -> list[dict[str, Any]]:
+        session = self.sessions.get(session_id)
+        if session is None:
+            session = self.sessions[session_id] = Session(self, session_id, group_id)
+        return await session.poll()
+
+    async def handle_end(self, session_id: str) -> str:
+        session = self.sessions.get(session_id)
+        if session is not None:
+            session.close()
+        return "OK"
+
+    async def handle_status(self, group_id: str | None = None) -> list[dict[str, Any]]:
+        return [rank.status() for rank in list(self.ranks.values()) if group_id in (None, rank.group_id)]
+
+    # ------------------------------------------------------------------ data
+
+    def store(self, key: str, value: Any) -> int:
+        """Keep ``value`` under a Dask key on this host; returns its size in bytes. Call on the event loop."""
+        self.worker.update_data({key: value})
+        return int(sizeof(value))
+
+    def free(self, keys: Sequence[str]) -> None:
+        """Let go of keys that the scheduler never heard of. Call on the event loop."""
+        self.worker.handle_stimulus(FreeKeysEvent(keys=list(keys), stimulus_id="dask-controller-free"))
+
+    async def handle_free(self, keys: Sequence[str]) -> str:
+        self.free(keys)
+        return "OK"
+
+    async def handle_rows(self, keys: Sequence[str]) -> dict[str, int | None]:
+        """Rows of each key that is here; keys that are not here are left out."""
+        data = self.worker.data
+        return {key: row_count(data[key]) for key in keys if key in data}
+
+    async def handle_fetch(self, key: str, start: int | None = None, stop: int | None = None) -> dict[str, Any]:
+        """The value of ``key``, or its rows ``[start, stop)``, packed."""
+        data = self.worker.data
+        if key not in data:
+            return {"missing": True}
+        value: Any = data[key]
+
+        def prepare() -> dict[str, Any]:
+            try:
+                return {"value": encode(pack(value if start is None else value[start:stop]))}
+            except Exception as error:
+                return {"error": f"{type(error).__name__}: {error}"}
+
+        if sizeof(value) > _OFFLOAD_BYTES:
+            return await asyncio.get_running_loop().run_in_executor(None, prepare)
+        return prepare()
+
+    # ------------------------------------------------------------------ leases
+
+    def add_lease(self, lease: Lease) -> None:
+        with self.lock:
+            self.leases[lease.lease_id] = lease
+        self.call_soon(self._lease_event, lease.lease_id)
+
+    def _lease_event(self, lease_id: str) -> None:
+        self._lease_waiters.setdefault(lease_id, asyncio.Event()).set()
+
+    def drop_lease(self, lease: Lease) -> None:
+        with self.lock:
+            self.leases.pop(lease.lease_id, None)
+        self.call_soon(self._lease_waiters.pop, lease.lease_id, None)
+
+    async def handle_wait_lease(self, lease_id: str, timeout_s: float) -> bool:
+        event = self._lease_waiters.setdefault(lease_id, asyncio.Event())
+        try:
+            await asyncio.wait_for(event.wait(), timeout_s)
+        except asyncio.TimeoutError:
+            self._lease_waiters.pop(lease_id, None)
+            return False
+        return True
+
+    def task_is_wanted(self, key: str) -> bool:
+        """Whether the running task ``key`` has not been cancelled."""
+        ts = self.worker.state.tasks.get(key)
+        return ts is not None and ts.state not in ("cancelled", "released", "forgotten")
+
+
+def ensure_service(worker: DaskWorker | None = None) -> HostService:
+    """The service of this host; made, and its handlers installed, on first use."""
+    worker = worker or get_worker()
+    with _services_lock:
+        service = _services.get(worker)
+        if service is None:
+            service = _services[worker] = HostService(worker)
+        return service
+
+
+def install_service(dask_worker: DaskWorker) -> None:
+    """Runs on a host, through ``client.run``: makes sure that it can be asked for data."""
+    ensure_service(dask_worker)
+
+
+def services_in_process() -> list[HostService]:
+    """Every service of this process: more than one where hosts share a process."""
+    with _services_lock:
+        return list(_services.values())

@@ -1,0 +1,78 @@
+"""Exceptions as data.
+
+A rank never lets an exception of user code escape raw: one that cannot be pickled would leave the caller waiting
+for ever. It travels as type name, text and traceback, with the original object where that can be pickled.
+"""
+
+from __future__ import annotations
+
+import pickle
+import traceback
+from typing import Any
+
+import cloudpickle
+
+from dask_controller.errors import RemoteError
+
+__all__ = ["describe_failure", "restore_failure"]
+
+#: An exception whose pickle is larger than this travels as text only, so that an error cannot move a batch.
+_MAX_PICKLE_BYTES = 1 << 20
+_MAX_TEXT = 100_000
+
+
+def describe_failure(error: BaseException, skip_frames: int = 0) -> dict[str, Any]:
+    """Turn ``error`` into plain values that always pickle.
+
+    Parameters
+    ----------
+    error : BaseException
+        What user code raised.
+    skip_frames : int
+        Frames of this package at the top of the traceback that do not help the reader.
+    """
+    kind = type(error)
+    tb = error.__traceback__
+    for _ in range(skip_frames):
+        if tb is not None and tb.tb_next is not None:
+            tb = tb.tb_next
+    try:
+        text = str(error)
+    except Exception as broken:
+        text = f"<str() of the exception raised {type(broken).__name__}>"
+    try:
+        trace = "".join(traceback.format_exception(kind, error, tb))
+    except Exception:
+        trace = "".join(traceback.format_tb(tb))
+    try:
+        pickled: bytes = cloudpickle.dumps(error)
+        pickle.loads(pickled)
+        raw = pickled if len(pickled) <= _MAX_PICKLE_BYTES else None
+    except Exception:
+        raw = None
+    return {
+        "type": f"{kind.__module__}.{kind.__qualname__}",
+        "text": text[:_MAX_TEXT],
+        "traceback": trace[-_MAX_TEXT:],
+        "pickle": raw,
+    }
+
+
+def restore_failure(description: dict[str, Any]) -> BaseException:
+    """The exception that :func:`describe_failure` described.
+
+    The original where it can be unpickled here, with the rank's own traceback as its cause; otherwise a
+    :class:`~dask_controller.errors.RemoteError` with the same facts.
+    """
+    remote = RemoteError(description["type"], description["text"], description["traceback"])
+    if description.get("pickle") is None:
+        return remote
+    try:
+        error = pickle.loads(description["pickle"])
+    except Exception:
+        return remote
+    if not isinstance(error, BaseException):
+        return remote
+    if error.__cause__ is None:
+        error.__cause__ = remote
+    return error
