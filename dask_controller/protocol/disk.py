@@ -106,13 +106,18 @@ def load(filepath: str | os.PathLike[str], *, allow_pickle: bool = False) -> Dat
     WireFormatError
         The file is none of ours, damaged, or of a newer version.
     """
-    try:
-        tree = torch.load(filepath, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
-        raise WireFormatError(
-            f"{os.fspath(filepath)!r} is no file of DataProto.save_to_disk, or it is damaged: "
-            f"{str(error).splitlines()[0] if str(error) else type(error).__name__}"
-        ) from error
+    with open(filepath, "rb") as file:
+        # Asked first: torch.load would take a bare pickle for one of its own old files.
+        if not zipfile.is_zipfile(file):
+            raise WireFormatError(f"{os.fspath(filepath)!r} is no file of DataProto.save_to_disk, or it is damaged.")
+        file.seek(0)
+        try:
+            tree = torch.load(file, map_location="cpu", weights_only=True)
+        except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
+            raise WireFormatError(
+                f"{os.fspath(filepath)!r} is no file of DataProto.save_to_disk, or it is damaged: "
+                f"{str(error).splitlines()[0] if str(error) else type(error).__name__}"
+            ) from error
     if not isinstance(tree, dict) or tree.get("format") != _FORMAT:
         raise WireFormatError(f"{os.fspath(filepath)!r} was not written by DataProto.save_to_disk.")
     if tree["version"] > _VERSION:

@@ -14,7 +14,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
 from dask_controller.errors import BatchMismatchError, ChunkError, KeyConflictError, UnsupportedTypeError
-from dask_controller.protocol.columns import map_rows, object_column
+from dask_controller.protocol.columns import map_rows, object_column, take_tensordict
 
 __all__ = [
     "count",
@@ -160,8 +160,7 @@ def unfold_columns(
     unfolded = None
     if batch is not None:
         rows = batch.batch_size[0]
-        index = torch.from_numpy(np.repeat(np.arange(rows), n_split))
-        rest = batch.exclude(*wanted)[index]
+        rest = take_tensordict(batch.exclude(*wanted), np.repeat(np.arange(rows), n_split))
         unfolded = TensorDict(
             {key: cut(key, batch.get(key)) if key in wanted else rest.get(key) for key in batch.keys()},
             batch_size=[rows * n_split],

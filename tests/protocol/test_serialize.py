@@ -1,4 +1,4 @@
-"""Bytes: everything comes back bit for bit, views cost what they show, nothing large is copied, errors name the place."""
+"""Bytes: all comes back bit for bit, views cost what they show, nothing large is copied, errors name the place."""
 
 from __future__ import annotations
 
@@ -368,9 +368,9 @@ class Colour(enum.Enum):
 @pytest.mark.parametrize(
     "value",
     [
-        None, True, 3, 2**100, 1.5, 1j, "text", b"bytes", bytearray(b"b"), (), (1, "a"), [1, [2]], {"x": {1: 2}}, {1, 2},
-        frozenset({1}), np.float32(1.5), np.int64(3), Colour.RED, torch.bfloat16, torch.Size([1, 2]), slice(1, 2), range(3),
-        {"deep": [[[[["x"]]]]]}, list(range(100)),
+        None, True, 3, 2**100, 1.5, 1j, "text", b"bytes", bytearray(b"b"), (), (1, "a"), [1, [2]], {"x": {1: 2}},
+        {1, 2}, frozenset({1}), np.float32(1.5), np.int64(3), Colour.RED, torch.bfloat16, torch.Size([1, 2]),
+        slice(1, 2), range(3), {"deep": [[[[["x"]]]]]}, list(range(100)),
     ],
     ids=repr,
 )  # fmt: skip
