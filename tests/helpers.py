@@ -42,8 +42,8 @@ def make_local_cluster(n_workers: int = 4, *, processes: bool = True, **options:
 def assert_no_leaks(client: Client, timeout_s: float | None = None) -> None:
     """Fail unless the whole cluster holds no task, no data, no actor, and no slot is taken.
 
-    Releases travel through the event loops of controller, scheduler and hosts, so the state is asked for until it is clean
-    or the time is over. Objects of the calling test that keep futures alive must be gone before the call.
+    Releases travel through the event loops of controller, scheduler and hosts, so the state is asked for until it is
+    clean or the time is over. Objects of the calling test that keep futures alive must be gone before the call.
     """
     if timeout_s is None:
         timeout_s = LEAK_TIMEOUT_S
