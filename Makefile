@@ -17,7 +17,7 @@ limit_shown = $(if $(TIMEOUT),$(TIMEOUT) --foreground -k 30 $(1),)
 help:
 	@echo "make demo    train a small policy on this machine's CPU"
 	@echo "make test    the whole test suite"
-	@echo "make check   ruff, mypy, numpydoc, the documentation's code blocks"
+	@echo "make check   ruff, mypy, docstrings, the documentation's code blocks"
 	@echo "make bench   the benchmarks"
 	@echo "make setup   only make $(VENV)"
 	@echo "make clean   remove $(VENV) and every cache"
@@ -48,8 +48,7 @@ check: $(VENV)/.stamp-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(call limit,600) $(BIN)/mypy
-	$(call limit,300) $(BIN)/python -m numpydoc lint $$(find dask_controller -name '*.py')
-	$(call limit,600) $(BIN)/python -m pytest -q tests/test_docs.py
+	$(call limit,600) $(BIN)/python -m pytest -q tests/test_docstrings.py tests/test_docs.py
 
 bench: $(VENV)/.stamp-dev
 	@$(call limit_shown,1800) $(BIN)/python -m benchmarks.run $(BENCH_ARGS)
