@@ -29,23 +29,6 @@ __all__ = ["ResourcePoolManager"]
 class ResourcePoolManager:
     """Pools by name, and the pool of each role.
 
-    Parameters
-    ----------
-    resource_pool_spec : dict of str to list of int
-        Pool name to its ranks per node.
-    mapping : dict of role to str
-        Role (a string or an enum member) to the name of its pool.
-    max_colocate_count : int
-        For every pool: groups that may share a slot.
-    resource_pool_dict : dict of str to DaskResourcePool
-        Pools that exist; :meth:`create_resource_pool` fills it and leaves what is there.
-    use_gpu, resource_name, detached, client
-        For every pool, as in :class:`DaskResourcePool`.
-    slots_per_host : {"one", "resource"}
-        What the check assumes: ``"one"`` for the inline executor, ``"resource"`` for the process executor.
-    probe : callable, optional
-        Called without arguments by :meth:`create_resource_pool`; returns the hosts to check against.
-
     Examples
     --------
     >>> manager = ResourcePoolManager({"train": [2, 2], "rollout": [4]}, {"actor": "train", "rollout": "rollout"})
@@ -54,15 +37,22 @@ class ResourcePoolManager:
     ([2, 2], 8)
     """
 
+    #: Pool name to its ranks per node.
     resource_pool_spec: dict[str, list[int]]
+    #: Role (a string or an enum member) to the name of its pool.
     mapping: dict[Any, str]
+    #: For every pool: how many groups may share a slot.
     max_colocate_count: int = 3
+    #: Pools that exist. :meth:`create_resource_pool` fills it and leaves what is there.
     resource_pool_dict: dict[str, DaskResourcePool] = field(default_factory=dict)
+    #: These four for every pool, as in :class:`~dask_controller.pool.pool.DaskResourcePool`.
     use_gpu: bool = True
     resource_name: str = "GPU"
     detached: bool = False
     client: Client | None = field(default=None, repr=False)
+    #: What the check assumes: ``"one"`` for the inline executor, ``"resource"`` for the process executor.
     slots_per_host: SlotsPerHost = "one"
+    #: Called without arguments by :meth:`create_resource_pool`; returns the hosts to check against.
     probe: Callable[[], Sequence[HostInfo]] | None = field(default=None, repr=False)
 
     def create_resource_pool(self, hosts: Sequence[HostInfo] | None = None) -> None:

@@ -9,7 +9,15 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from dask_controller.pool.hosts import Claim, HostInfo, SlotsPerHost, hosts_by_node, slot_count, whole_slots
+from dask_controller.pool.hosts import (
+    Claim,
+    HostInfo,
+    SlotsPerHost,
+    hosts_by_node,
+    natural_key,
+    slot_count,
+    whole_slots,
+)
 from dask_controller.pool.packing import assign_entries
 
 __all__ = ["Offer", "Request", "fits_when_free", "groups_on", "inline_blockers", "make_offers", "plan", "promised"]
@@ -107,6 +115,7 @@ def inline_blockers(host: HostInfo, hosts: Sequence[HostInfo]) -> list[tuple[Hos
         one live group.
     """
     peers = [h for h in hosts if h.claims and (h.address == host.address or h.process == host.process)]
+    peers.sort(key=lambda h: (h.address != host.address, natural_key(h.address)))
     return [(h, claim) for h in peers for claim in h.claims]
 
 
