@@ -11,13 +11,14 @@ from torch.utils.data import DataLoader, Dataset
 
 from dask_controller.errors import BatchMismatchError, ChunkError, KeyConflictError, UnsupportedTypeError
 from dask_controller.protocol.columns import object_column
-from dask_controller.protocol.data_proto import DataProto, DataProtoItem
+from dask_controller.protocol.data_proto import DataProto
 from dask_controller.protocol.meta import list_of_dict_to_dict_of_list
 from dask_controller.protocol.reshape import count
+from dask_controller.protocol.rows import BatchRows, DataProtoItem
 
 __all__ = ["collate_fn", "iterate"]
 
-_D = TypeVar("_D", bound=DataProto)
+_D = TypeVar("_D", bound=BatchRows)
 
 
 def collate_fn(x: Sequence[DataProtoItem]) -> DataProto:
@@ -61,7 +62,7 @@ def _stack(key: str, values: list[Any]) -> Any:
 class _Rows(Dataset[Any]):
     """Row access for DataLoader that picks a whole mini-batch at once instead of stacking single rows."""
 
-    def __init__(self, data: DataProto) -> None:
+    def __init__(self, data: BatchRows) -> None:
         self.data = data
 
     def __len__(self) -> int:

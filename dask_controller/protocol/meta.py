@@ -109,7 +109,14 @@ def _equal_data(left: Any, right: Any, active: set[tuple[int, int]]) -> bool:
     if left.dtype != right.dtype or left.shape != right.shape:
         return False
     if left.dtype.hasobject:
-        return all(_equal(a, b, active) for a, b in zip(left.flat, right.flat, strict=True))
+        pair = (id(left), id(right))
+        if pair in active:  # an array that holds itself
+            return True
+        active.add(pair)
+        try:
+            return all(_equal(a, b, active) for a, b in zip(left.flat, right.flat, strict=True))
+        finally:
+            active.discard(pair)
     return bool(np.array_equal(left, right, equal_nan=left.dtype.kind in "fcmM"))
 
 

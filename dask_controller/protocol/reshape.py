@@ -149,6 +149,8 @@ def unfold_columns(
         raise KeyConflictError(f"The batch has no columns {missing} to cut.")
 
     def cut(key: str, column: Any) -> Any:
+        if isinstance(column, np.ndarray) and column.ndim == 1 and column.dtype == object:
+            return _cut_elements(key, column, n_split)
         if column.ndim < 2 or column.shape[1] % n_split:
             raise ChunkError(
                 f"Column {key!r} of shape {tuple(column.shape)} cannot be cut into {n_split} equal parts along its "
@@ -170,6 +172,20 @@ def unfold_columns(
         key: cut(key, column) if key in wanted else np.repeat(column, n_split, axis=0) for key, column in arrays.items()
     }
     return unfolded, columns
+
+
+def _cut_elements(key: str, column: Array, n_split: int) -> Array:
+    """Cut every list of an object column: there it is the elements that have the second dimension."""
+    parts = []
+    for row, element in enumerate(column):
+        if not isinstance(element, (list, tuple, np.ndarray)) or len(element) % n_split:
+            raise ChunkError(
+                f"Row {row} of column {key!r} cannot be cut into {n_split} equal parts: {type(element).__name__}"
+                f"{f' of length {len(element)}' if hasattr(element, '__len__') else ''}."
+            )
+        width = len(element) // n_split
+        parts += [element[start * width : (start + 1) * width] for start in range(n_split)]
+    return object_column(parts, key)
 
 
 def fold_columns(

@@ -175,6 +175,8 @@ def pack(value: Any, *, is_ref: Callable[[object], bool] | None = None) -> Packe
         if _is_plain(value):
             return Packed(_VERSION_BYTE + pickle.dumps(value, protocol=_PROTOCOL))
         return _dump(value, is_ref)
+    except MemoryError:  # says nothing about the value, and looking for a culprit would need more of it
+        raise
     except Exception as error:
         path, culprit, cause = _blame(value, error, is_ref)
         raise UnsupportedTypeError(

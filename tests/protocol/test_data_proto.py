@@ -603,6 +603,13 @@ def test_unfold_column_chunks() -> None:
         dp.unfold_column_chunks(3, ["float"])
     with pytest.raises(KeyConflictError, match="nothing"):
         dp.unfold_column_chunks(2, ["nothing"])
+    lists = DataProto.from_dict(non_tensors={"o": [["a", "b"], ["c", "d"]], "p": [1, 2]})
+    cut = lists.unfold_column_chunks(2, ["o"])
+    assert cut.non_tensor_batch["o"].tolist() == [["a"], ["b"], ["c"], ["d"]]
+    assert cut.non_tensor_batch["p"].tolist() == [1, 1, 2, 2]
+    for bad in ("o", "p"):
+        with pytest.raises(ChunkError, match=f"Row 0 of column '{bad}'"):
+            lists.unfold_column_chunks(3, [bad])
     only = DataProto.from_dict(non_tensors={"m": np.arange(8).reshape(2, 4)})
     assert only.unfold_column_chunks(2, ["m"]).non_tensor_batch["m"].tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
 

@@ -198,6 +198,10 @@ def test_cycles_are_compared_and_copied() -> None:
         return value
 
     assert equal_values(ring(1), ring(1)) and not equal_values(ring(1), ring(2))
+    loops = [np.array([None, end], dtype=object) for end in (1, 1, 2)]
+    for loop in loops:
+        loop[0] = loop
+    assert equal_values(loops[0], loops[1]) and not equal_values(loops[0], loops[2])
     copied = copy_containers(ring(1))
     assert copied[1]["back"] is copied
 

@@ -443,6 +443,16 @@ def test_errors_of_foreign_pickling_code_are_ours() -> None:
     assert back[0] is back
 
 
+class Exhausting:
+    def __reduce__(self) -> Any:
+        raise MemoryError
+
+
+def test_running_out_of_memory_blames_no_value() -> None:
+    with pytest.raises(MemoryError):
+        pack([Exhausting()])
+
+
 @pytest.mark.parametrize("header", [b"", b"\x01", b"\x00abc", b"\x01garbage"])
 def test_bytes_that_are_not_ours(header: bytes) -> None:
     with pytest.raises(WireFormatError):
