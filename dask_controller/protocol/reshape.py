@@ -50,9 +50,10 @@ def make_tensordict(tensors: Mapping[str, Any]) -> TensorDict:
                 f"Column {key!r} of tensors must be a tensor, got {type(tensor).__name__}. "
                 "Arrays and lists go into non_tensors, single values into meta_info."
             )
-        if len(tensor.shape) == 0:
+        if tensor.ndim == 0:
             raise BatchMismatchError(f"Tensor {key!r} has no dimensions; a column needs one element per row.")
-        length = int(tensor.shape[0])
+        # Nested tensors of strided layout have no shape, but they can be asked for this size.
+        length = int(tensor.size(0) if isinstance(tensor, torch.Tensor) else tensor.shape[0])
         if rows < 0:
             rows, witness = length, key
         elif length != rows:
