@@ -19,7 +19,7 @@ from distributed import Client
 from distributed.comm.core import Comm, CommClosedError, connect
 
 from dask_controller.runtime.clients import scheduler_of
-from dask_controller.runtime.service import Outbox
+from dask_controller.runtime.service import Outbox, read_batch
 
 __all__ = ["Channel", "DirectChannel", "SchedulerChannel", "call_host", "open_channel"]
 
@@ -98,7 +98,7 @@ class DirectChannel:
         reason = "the connection was closed"
         try:
             while True:
-                for message in await self._comm.read():
+                for message in read_batch(await self._comm.read()):
                     self._on_message(message)
         except (OSError, CommClosedError) as error:
             reason = str(error) or reason

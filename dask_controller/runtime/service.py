@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
+import msgpack
 from dask.sizeof import sizeof
 from distributed import Worker as DaskWorker
 from distributed import get_worker
@@ -40,6 +41,7 @@ __all__ = [
     "encode",
     "ensure_service",
     "install_service",
+    "read_batch",
     "row_count",
     "services_in_process",
 ]
@@ -101,8 +103,13 @@ class Outbox:
         self._pending: list[Any] = []
         self._writer: asyncio.Task[None] | None = None
 
-    def send(self, message: Any) -> None:
-        self._pending.append(message)
+    def send(self, message: dict[str, Any]) -> None:
+        """Queue a message."""
+        try:
+            # Dask walks every message for its size and for objects to serialise; one without buffers is spared that.
+            self._pending.append(msgpack.packb(message))
+        except TypeError:
+            self._pending.append(message)
         if self._writer is None:
             self._writer = asyncio.ensure_future(self._drain())
 
@@ -116,6 +123,11 @@ class Outbox:
             self.comm.abort()
         finally:
             self._writer = None
+
+
+def read_batch(batch: Sequence[Any]) -> list[dict[str, Any]]:
+    """Messages as they were given to :meth:`Outbox.send`."""
+    return [msgpack.unpackb(item, strict_map_key=False) if isinstance(item, bytes) else item for item in batch]
 
 
 class Session:
@@ -164,7 +176,7 @@ class Session:
         try:
             await comm.write("OK")
             while True:
-                self.deliver(await comm.read())
+                self.deliver(read_batch(await comm.read()))
         except (OSError, CommClosedError):
             pass
         finally:
