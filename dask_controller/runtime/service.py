@@ -54,6 +54,12 @@ _OFFLOAD_BYTES = 1 << 20
 #: How long a poll through the scheduler is held open on the host, in seconds.
 _POLL_S = 10.0
 
+#: Pause between the end of a conversation and the look for values it left behind, in seconds.
+_SWEEP_S = 2.0
+
+#: Bound of the table of kept keys before the ones that are gone are taken out.
+_MAX_KEPT = 4096
+
 _services: weakref.WeakKeyDictionary[DaskWorker, HostService] = weakref.WeakKeyDictionary()
 _services_lock = threading.Lock()
 
@@ -205,6 +211,8 @@ class Session:
         self.closed = True
         self._mail.set()
         self.service.sessions.pop(self.session_id, None)
+        # Whatever the controller announced in its last moments has reached the scheduler by then.
+        self.service.loop.call_later(_SWEEP_S, lambda: self.service.run_coroutine(self.service.sweep(self.group_id)))
 
 
 class Lease:
@@ -233,6 +241,8 @@ class HostService:
         self.sessions: dict[str, Session] = {}
         self.ranks: dict[tuple[str, int], RankLike] = {}
         self.leases: dict[str, Lease] = {}
+        #: Keys that ranks keep here, with their group, until the scheduler is known to look after them.
+        self._kept: dict[str, str] = {}
         self.lock = threading.Lock()
         self._lease_waiters: dict[str, asyncio.Event] = {}
         worker.handlers.update(
@@ -317,10 +327,28 @@ class HostService:
 
     # ------------------------------------------------------------------ data
 
-    def store(self, key: str, value: Any) -> int:
+    def store(self, key: str, value: Any, group_id: str) -> int:
         """Keep ``value`` under a Dask key on this host; returns its size in bytes. Call on the event loop."""
         self.worker.update_data({key: value})
+        self._kept[key] = group_id
+        if len(self._kept) > _MAX_KEPT:
+            data = self.worker.data
+            self._kept = {key: group for key, group in self._kept.items() if key in data}
         return int(sizeof(value))
+
+    async def sweep(self, group_id: str) -> None:
+        """Free values of a group that no controller told the scheduler about, because it died before it could."""
+        data = self.worker.data
+        keys = [key for key, group in self._kept.items() if group == group_id and key in data]
+        for key in [key for key, group in self._kept.items() if group == group_id]:
+            del self._kept[key]
+        if not keys:
+            return
+        try:
+            known = await self.worker.scheduler.who_has(keys=keys)
+        except OSError:
+            return  # without a scheduler the host ends too
+        self.free([key for key in keys if not known.get(key)])
 
     def free(self, keys: Sequence[str]) -> None:
         """Let go of keys that the scheduler never heard of. Call on the event loop."""

@@ -234,12 +234,14 @@ class Rank:
         message: dict[str, Any] = {"id": call_id, "rank": self.rank}
         if outcome.failure is not None:
             message["failure"] = outcome.failure
+        elif outcome.is_kept and session.closed:
+            return  # nobody is left to tell the scheduler about it
         elif outcome.is_kept:
             assert key is not None
             value = outcome.kept
             kind = type(value)
             message["kept"] = {
-                "nbytes": self.service.store(key, value),
+                "nbytes": self.service.store(key, value, self.group_id),
                 "rows": row_count(value),
                 "type": f"{kind.__module__}.{kind.__qualname__}",
             }
