@@ -20,7 +20,7 @@ from dask_controller.pool.hosts import (
 )
 from dask_controller.pool.packing import assign_entries
 
-__all__ = ["Offer", "Request", "fits_when_free", "groups_on", "inline_blockers", "make_offers", "plan", "promised"]
+__all__ = ["Offer", "Request", "fits_when_free", "free_by_count", "groups_on", "inline_blockers", "make_offers", "plan"]
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def groups_on(host: HostInfo, pool_id: str, index: int) -> list[str]:
     return sorted({c.group for c in host.claims if c.pool_id == pool_id and c.slot == index})
 
 
-def promised(host: HostInfo, reserved: Collection[tuple[str, int]]) -> list[int]:
+def _promised(host: HostInfo, reserved: Collection[tuple[str, int]]) -> list[int]:
     """Reserved slots of a host that do not yet count in what Dask calls available.
 
     Parameters
@@ -147,7 +147,7 @@ def make_offers(hosts: Sequence[HostInfo], request: Request, ranks_per_host: int
             if request.slots_per_host == "one":
                 free = _free_inline(host, request, host.process in taken_processes)
             else:
-                free = _free_by_count(host, present, request)
+                free = free_by_count(host, present, request)
             out.setdefault(node, []).append(Offer(host, present, free))
     return out
 
@@ -159,7 +159,23 @@ def _free_inline(host: HostInfo, request: Request, process_taken: bool) -> tuple
     return (0,) if name is None or whole_slots(host.available.get(name, 0.0)) else ()
 
 
-def _free_by_count(host: HostInfo, present: tuple[int, ...], request: Request) -> tuple[int, ...]:
+def free_by_count(host: HostInfo, present: Sequence[int], request: Request) -> tuple[int, ...]:
+    """Slots of a host that a child process of it may use.
+
+    Parameters
+    ----------
+    host : HostInfo
+        The host.
+    present : sequence of int
+        Indices of the slots that it has.
+    request : Request
+        Who asks.
+
+    Returns
+    -------
+    tuple of int
+        Those on which groups of the pool sit with room for one more, and as many others as Dask says are available.
+    """
     own, other = [], []
     for index in present:
         if (host.address, index) in request.reserved:
@@ -171,7 +187,7 @@ def _free_by_count(host: HostInfo, present: tuple[int, ...], request: Request) -
             own.append(index)
     if request.resource_name is not None:
         available = whole_slots(host.available.get(request.resource_name, 0.0))
-        available -= len(promised(host, request.reserved))
+        available -= len(_promised(host, request.reserved))
         other = sorted(other, key=lambda i: _suspicion(host, i))[: max(available, 0)]
     return tuple(sorted(own + other))
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from dask_controller.errors import InsufficientResourcesError, PlacementError
 from dask_controller.pool.devices import assign_devices
 from dask_controller.pool.hosts import Claim, HostInfo, Slot, SlotsPerHost, hosts_by_node, slot_count, whole_slots
-from dask_controller.pool.offers import Request, fits_when_free, groups_on, plan, promised
+from dask_controller.pool.offers import Request, fits_when_free, free_by_count, groups_on, plan
 from dask_controller.pool.shortage import describe_claims, describe_holders, explain_held, explain_shortage
 
 __all__ = [
@@ -192,7 +192,7 @@ def check_slots(
     hosts : sequence of HostInfo
         All hosts of the cluster, as they are now.
     slots : sequence of Slot
-        The slots that the group would take.
+        The slots that the group would take, at least one, all of one pool.
     resource_name : str or None
         See :func:`choose_slots`.
     slots_per_host : {"one", "resource"}
@@ -217,12 +217,14 @@ def check_slots(
             "still live on this pool; the next group then chooses new slots"
         )
     pairs = [(known[slot.address], slot) for slot in slots]
+    request = Request(
+        (len(slots),), slots[0].pool_id, resource_name, slots_per_host, max_colocate_count, frozenset(reserved)
+    )
     if slots_per_host == "one":
         _check_inline(hosts, pairs, reserved)
     else:
         _check_colocation(pairs, max_colocate_count)
-    if resource_name is not None:
-        _check_available(pairs, resource_name, reserved)
+    _check_available(pairs, request)
 
 
 def _check_inline(
@@ -258,22 +260,20 @@ def _check_colocation(pairs: Sequence[tuple[HostInfo, Slot]], max_colocate_count
         )
 
 
-def _check_available(
-    pairs: Sequence[tuple[HostInfo, Slot]], resource_name: str, reserved: Collection[tuple[str, int]]
-) -> None:
-    new = [(host, slot) for host, slot in pairs if not groups_on(host, slot.pool_id, slot.index)]
-    needed = Counter(host.address for host, _ in new)
-    needed.update({host.address: len(promised(host, reserved)) for host, _ in new})
-    held = {
-        host.address: describe_holders(host, resource_name, slot.pool_id)
-        for host, slot in new
-        if needed[host.address] > whole_slots(host.available.get(resource_name, 0.0))
-        or slot.index >= slot_count(host, resource_name)
-        or (host.address, slot.index) in reserved
-        or any(c.slot == slot.index and c.device is not None for c in host.claims)
-    }
+def _check_available(pairs: Sequence[tuple[HostInfo, Slot]], request: Request) -> None:
+    name = request.resource_name
+    if name is None:
+        return
+    held: dict[str, str] = {}
+    for host, slot in pairs:
+        if request.slots_per_host == "one":
+            usable = whole_slots(host.available.get(name, 0.0)) > 0
+        else:
+            usable = slot.index in free_by_count(host, range(slot_count(host, name)), request)
+        if not usable:
+            held[host.address] = describe_holders(host, name, slot.pool_id)
     if held:
-        raise _held(f"{resource_name} of pool {pairs[0][1].pool_id!r} is taken", held, pairs, inline=False)
+        raise _held(f"{name} of pool {request.pool_id!r} is taken", held, pairs, inline=False)
 
 
 def _held(

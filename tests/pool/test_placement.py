@@ -375,6 +375,26 @@ def test_a_slot_that_somebody_else_took() -> None:
         check(hosts, slots, reserved={("tcp://node-a:0", 0)}, slots_per_host="one")
 
 
+def test_a_slot_that_another_pool_sits_on_is_not_offered_twice() -> None:
+    hosts = [make_host(0, gpu=2)]
+    mine = choose(hosts, [1], slots_per_host="resource")
+    hosts = occupy(hosts, choose(hosts, [1], slots_per_host="resource", pool_id="theirs"), "x", executor="process")
+    # One is available, but it is not the one that we had chosen.
+    with pytest.raises(InsufficientResourcesError, match="group 'x' of pool 'theirs'"):
+        check(hosts, mine)
+    check(hosts, choose(hosts, [1], slots_per_host="resource"))
+
+
+def test_reserved_slots_count_before_anybody_sits_there() -> None:
+    hosts = [make_host(0, gpu=2, available=1)]
+    options = {"slots_per_host": "resource", "reserved": [("tcp://node-a:0", 0)]}
+    with pytest.raises(InsufficientResourcesError) as caught:
+        choose(hosts, [1], **options)
+    assert caught.value.held == {"tcp://node-a:0": "another part of the same request"}
+    hosts = occupy([make_host(0, gpu=2)], choose(hosts, [1], slots_per_host="resource", pool_id="theirs"), "x")
+    assert [slot.index for slot in choose(hosts, [1], **options)] == [1]
+
+
 def test_several_slots_of_a_host_are_not_for_inline_ranks() -> None:
     hosts = [make_host(0, gpu=2)]
     slots = choose(hosts, [2], slots_per_host="resource")
