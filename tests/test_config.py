@@ -23,6 +23,8 @@ YAML = Path(dask_controller.__file__).with_name("controller.yaml")
         ("start-timeout", 120.0),
         ("placement-timeout", 30.0),
         ("connect-timeout", 5.0),
+        ("probe-timeout", 30.0),
+        ("watch-interval", 1.0),
         ("close-timeout", 10.0),
         ("call-timeout", None),
         ("failure-grace", 0.05),
