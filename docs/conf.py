@@ -8,7 +8,7 @@ project = "dask-controller"
 author = "The dask-controller developers"
 release = version = _version("dask-controller")
 
-extensions = ["myst_parser", "numpydoc", "sphinx.ext.autodoc", "sphinx.ext.autosummary"]
+extensions = ["myst_parser", "numpydoc", "sphinx.ext.autodoc"]
 source_suffix = {".md": "markdown"}
 exclude_patterns = ["_build"]
 
@@ -16,7 +16,6 @@ myst_enable_extensions = ["colon_fence", "deflist"]
 # The same anchors that GitHub makes, so that one link works in both places.
 myst_heading_anchors = 3
 
-autosummary_generate = True
 autodoc_typehints = "none"
 numpydoc_show_class_members = False
 
