@@ -16,6 +16,9 @@ myst_enable_extensions = ["colon_fence", "deflist"]
 # The same anchors that GitHub makes, so that one link works in both places.
 myst_heading_anchors = 3
 
+# numpydoc brings autosummary, whose stubs would be .rst files.
+autosummary_generate = False
+
 autodoc_typehints = "none"
 numpydoc_show_class_members = False
 
