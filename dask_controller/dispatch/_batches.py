@@ -186,6 +186,7 @@ def join_batches(outputs: Sequence[Any], ranks: Sequence[int], padding: Padding 
     Returns
     -------
     DataProto, TensorDict or DataProtoFuture
+        The results in one piece.
 
     Raises
     ------

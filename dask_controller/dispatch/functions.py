@@ -154,7 +154,8 @@ def collect_dp_compute_data_proto(worker_group: WorkerGroupLike, output: Sequenc
 
     Returns
     -------
-    DataProto, TensorDict, or DataProtoFuture where futures came in.
+    DataProto, TensorDict or DataProtoFuture
+        The results in one piece; a DataProtoFuture where futures came in.
 
     Raises
     ------

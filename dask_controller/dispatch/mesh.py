@@ -117,7 +117,8 @@ def collect_nd_compute_dataproto(
 
     Returns
     -------
-    DataProto, TensorDict, or DataProtoFuture where futures came in.
+    DataProto, TensorDict or DataProtoFuture
+        The results in one piece; a DataProtoFuture where futures came in.
 
     Raises
     ------

@@ -157,6 +157,7 @@ class Engine:
         Returns
         -------
         call : Call
+            To wait for.
         futures : list of Future or None
             For a non-blocking call, one per called rank; None where nothing is collected.
 

@@ -97,14 +97,14 @@ def iterate(
     dataloader_kwargs : mapping, optional
         For :class:`torch.utils.data.DataLoader`, such as ``{"shuffle": True}``. A ``collate_fn`` gets the mini-batch.
 
-    Notes
-    -----
-    The global random state of torch, numpy and ``random`` is neither read nor changed.
-
     Raises
     ------
     ChunkError
         The sizes do not fit. Raised by the call, not by the first step.
+
+    Notes
+    -----
+    The global random state of torch, numpy and ``random`` is neither read nor changed.
     """
     size = count(mini_batch_size, "mini_batch_size", 1)
     passes = count(epochs, "epochs", 0)

@@ -263,6 +263,7 @@ class DataProtoFuture:
         Returns
         -------
         pieces : list of DataProtoFuture
+            One per chunk.
         padding : Padding
             Becomes known when the lengths do. Using a piece raises ChunkError if they do not divide.
         """

@@ -22,7 +22,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -78,6 +78,8 @@ def _aligned(nbytes: int) -> int:
 
 @dataclass
 class _Segment:
+    """One piece of memory and who looks at it."""
+
     number: int
     fd: int
     memory: mmap.mmap
@@ -268,10 +270,11 @@ def attach(description: dict[str, Any], on_release: Callable[[int], None]) -> Pa
     base = np.frombuffer(memory, dtype=np.uint8, count=description["size"])
     # Everything made from the frames keeps ``base`` alive through the buffer protocol.
     weakref.finalize(base, on_release, description["segment"]).atexit = False
+    view = memoryview(cast(Any, base))
     frames = []
     offset = 0
     for size in description["sizes"]:
-        frames.append(memoryview(base)[offset : offset + size])
+        frames.append(view[offset : offset + size])
         offset += _aligned(size)
     return Packed(description["header"], frames)
 

@@ -32,11 +32,6 @@ class Worker:
     without a group, it reads ``RANK``, ``WORLD_SIZE`` and kin from the environment. A Worker built inside a method of
     another Worker has the same rank.
 
-    Parameters
-    ----------
-    cuda_visible_devices : str, optional
-        What :meth:`get_cuda_visible_devices` answers, where the environment does not say it.
-
     Examples
     --------
     >>> from dask_controller import Dispatch, Worker, register
@@ -60,6 +55,7 @@ class Worker:
         return self
 
     def __init__(self, cuda_visible_devices: str | None = None) -> None:
+        # ``cuda_visible_devices`` is what get_cuda_visible_devices() answers where the environment does not say it.
         self._cuda_visible_devices = cuda_visible_devices
         self.context  # noqa: B018  - without a group, say at once which variable is missing
 
