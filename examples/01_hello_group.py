@@ -35,7 +35,7 @@ class Greeter(Worker):
 
 def main() -> None:
     # Two Dask workers ("hosts"), one rank each. No memory limit: torch alone would take up a small one.
-    options = {"n_workers": 2, "threads_per_worker": 1, "memory_limit": 0, "dashboard_address": None}
+    options = {"n_workers": 2, "threads_per_worker": 1, "memory_limit": 0, "dashboard_address": ":0"}
     with LocalCluster(**options) as cluster, Client(cluster):
         pool = DaskResourcePool([2], use_gpu=False)
         with DaskWorkerGroup(pool, DaskClassWithInitArgs(Greeter, "Hello"), name_prefix="greeters") as group:

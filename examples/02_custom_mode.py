@@ -46,7 +46,7 @@ class Shouter(Worker):
 
 
 def main() -> None:
-    options = {"n_workers": 2, "threads_per_worker": 1, "memory_limit": 0, "dashboard_address": None}
+    options = {"n_workers": 2, "threads_per_worker": 1, "memory_limit": 0, "dashboard_address": ":0"}
     with LocalCluster(**options) as cluster, Client(cluster):
         with DaskWorkerGroup(DaskResourcePool([2], use_gpu=False), DaskClassWithInitArgs(Shouter)) as group:
             for line in group.shout(["to", "be", "or", "notwithstanding", "not", "to", "be"]):

@@ -36,7 +36,7 @@ class Squarer(Worker):
 
 
 def main() -> None:
-    options = {"n_workers": 3, "threads_per_worker": 1, "memory_limit": 0, "dashboard_address": None}
+    options = {"n_workers": 3, "threads_per_worker": 1, "memory_limit": 0, "dashboard_address": ":0"}
     with LocalCluster(**options) as cluster, Client(cluster):
         with DaskWorkerGroup(DaskResourcePool([3], use_gpu=False), DaskClassWithInitArgs(Squarer)) as group:
             columns = {"tensors": {"x": torch.arange(10.0)}, "non_tensors": {"name": list("abcdefghij")}}

@@ -35,7 +35,7 @@ class Scorer(Worker):
 
 
 def main() -> None:
-    options = {"n_workers": 3, "threads_per_worker": 1, "memory_limit": 0, "dashboard_address": None}
+    options = {"n_workers": 3, "threads_per_worker": 1, "memory_limit": 0, "dashboard_address": ":0"}
     with LocalCluster(**options) as cluster, Client(cluster) as client:
         # On the inline executor a host carries one live group: two ranks and one need three hosts.
         generators = DaskWorkerGroup(DaskResourcePool([2], use_gpu=False), DaskClassWithInitArgs(Generator))

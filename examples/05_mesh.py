@@ -49,7 +49,7 @@ class ParallelLinear(Worker):
 
 
 def main() -> None:
-    options = {"n_workers": 4, "threads_per_worker": 1, "memory_limit": 0, "dashboard_address": None}
+    options = {"n_workers": 4, "threads_per_worker": 1, "memory_limit": 0, "dashboard_address": ":0"}
     with LocalCluster(**options) as cluster, Client(cluster):
         with DaskWorkerGroup(DaskResourcePool([4], use_gpu=False), DaskClassWithInitArgs(ParallelLinear)) as group:
             x = torch.arange(16.0).reshape(4, 4)

@@ -43,7 +43,7 @@ class Reference(Worker):
 
 
 def main() -> None:
-    options = {"n_workers": 2, "threads_per_worker": 1, "memory_limit": 0, "dashboard_address": None}
+    options = {"n_workers": 2, "threads_per_worker": 1, "memory_limit": 0, "dashboard_address": ":0"}
     with LocalCluster(**options) as cluster, Client(cluster):
         roles = {"actor": DaskClassWithInitArgs(Actor, 2.0), "reference": DaskClassWithInitArgs(Reference)}
         with DaskWorkerGroup(DaskResourcePool([2], use_gpu=False), create_colocated_worker_cls(roles)) as group:

@@ -28,7 +28,7 @@ class Member(Worker):
 
 def main() -> None:
     # With a real GPU in each host: dask worker --resources "GPU=1". One host for each GPU.
-    options = {"n_workers": 3, "threads_per_worker": 1, "memory_limit": 0, "dashboard_address": None}
+    options = {"n_workers": 3, "threads_per_worker": 1, "memory_limit": 0, "dashboard_address": ":0"}
     with LocalCluster(**options, resources={"GPU": 1}) as cluster, Client(cluster) as client:
         train_pool, generate_pool = split_resource_pool(DaskResourcePool([3]), [2, 1])
         trainer = DaskWorkerGroup(train_pool, DaskClassWithInitArgs(Member), name_prefix="trainer")

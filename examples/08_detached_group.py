@@ -49,7 +49,7 @@ def second_program(address: str) -> None:
 
 
 def main() -> None:
-    options = {"n_workers": 2, "threads_per_worker": 1, "memory_limit": 0, "dashboard_address": None}
+    options = {"n_workers": 2, "threads_per_worker": 1, "memory_limit": 0, "dashboard_address": ":0"}
     with LocalCluster(**options) as cluster:
         address = cluster.scheduler_address
         first_program(address)
