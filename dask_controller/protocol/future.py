@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from distributed import Client, Future
 
@@ -24,6 +24,7 @@ from dask_controller.errors import (
 )
 from dask_controller.protocol.batch_data import BatchData
 from dask_controller.protocol.batching import Padding, chunk_bounds
+from dask_controller.protocol.data_proto import DataProto
 from dask_controller.protocol.serialize import Packed, unpack
 from dask_controller.runtime.channel import call_host
 from dask_controller.runtime.clients import client_loop
@@ -144,6 +145,10 @@ class _Chunk:
 _Node = _Source | _Concat | _Chunk
 
 
+#: What a DataProto has and its future has not.
+_BATCH_NAMES = frozenset(name for name in [*dir(DataProto), "non_tensor_batch"] if not name.startswith("_"))
+
+
 class DataProtoFuture:
     """A batch whose rows lie on the hosts of the ranks that made them.
 
@@ -224,6 +229,13 @@ class DataProtoFuture:
                 raise DataProtoError("the length is not known yet: wait for it with .result(), or distributed.wait")
             rows[str(future.key)] = info.done.result().rows or 0
         return sum(segment.rows for segment in self._node.segments(rows))
+
+    if not TYPE_CHECKING:  # a type checker would take it as a promise of every attribute
+
+        def __getattr__(self, name: str) -> Any:
+            # Asked for names that are not here. Those of the batch are, when get() was forgotten.
+            hint = ". Its rows lie on the hosts that made them: get() brings them here" if name in _BATCH_NAMES else ""
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{hint}")
 
     def __bool__(self) -> bool:
         return True
@@ -380,8 +392,8 @@ def _check_count(chunks: int) -> None:
 
 
 def _join(parts: Sequence[Packed]) -> Any:
-    values = [unpack(part) for part in parts]
-    return values[0] if len(values) == 1 else BatchData(values).concat()
+    # A single part too: joining is what turns the metrics of ranks into lists.
+    return BatchData([unpack(part) for part in parts]).concat()
 
 
 async def _fetch_part(client: Client, part: Sequence[Any], route: str) -> Packed:
@@ -438,13 +450,27 @@ async def plan_reference(client: Client, reference: Future[Any] | DataProtoFutur
     )
     rows = {key: fact[3] or 0 for key, fact in facts.items()}
     plan: list[Part] = []
-    for segment in reference._node.segments(rows):
+    for segment in _tidied(reference._node.segments(rows)):
         address, origin, rank, _ = facts[segment.key]
         plan.append((segment.key, address, segment.start, segment.stop, origin, rank))
-    if any(part[2] != part[3] for part in plan):
-        # Rows there are: parts without any would be fetched for nothing.
-        plan = [part for part in plan if part[2] != part[3]]
     return plan
+
+
+def _tidied(segments: Sequence[Segment]) -> list[Segment]:
+    """The same rows in as few segments as possible. Each key stays: also a part without rows has its ``meta_info``."""
+    out: list[Segment] = []
+    with_rows = {segment.key for segment in segments if segment.rows}
+    hollow: set[str] = set()
+    for segment in segments:
+        if not segment.rows:
+            if segment.key in with_rows or segment.key in hollow:
+                continue
+            hollow.add(segment.key)
+        elif out and out[-1].key == segment.key and out[-1].stop == segment.start:
+            out[-1] = Segment(segment.key, out[-1].start, segment.stop)
+            continue
+        out.append(segment)
+    return out
 
 
 async def _facts(client: Client, future: Future[Any], need_rows: bool) -> tuple[str, str, int, int | None]:

@@ -263,7 +263,8 @@ class Rank:
                 raise
 
     async def _bring_ref(self, plan: Sequence[Sequence[Any]], method: str) -> ResolvedRef:
-        return ResolvedRef(tuple(await asyncio.gather(*(self._bring_part(*part, method=method) for part in plan))))
+        parts = await asyncio.gather(*(self._bring_part(*part, method=method) for part in plan))
+        return ResolvedRef(tuple(parts), is_batch=plan[0][2] is not None)
 
     async def _bring_part(
         self, key: str, address: str, start: int | None, stop: int | None, origin: str, producer: int, *, method: str

@@ -29,12 +29,12 @@ class ResolvedRef:
     """Data that a call refers to, brought to this host: parts in row order, packed or as objects."""
 
     parts: tuple[Any, ...]
+    #: The parts are rows of a batch, to be joined also where there is one; else there is one part, the value itself.
+    is_batch: bool = False
 
     def value(self) -> Any:
         values = [unpack(part) if isinstance(part, Packed) else part for part in self.parts]
-        if len(values) == 1:
-            return values[0]
-        return BatchData(values).concat()
+        return BatchData(values).concat() if self.is_batch else values[0]
 
 
 @dataclass
@@ -142,10 +142,25 @@ class Runner:
                 packed = work.values[position]
                 if work.borrowed:
                     packed = packed.copied()
-                unpacked[position] = unpack(packed, refs=[ref.value() for ref in work.refs[position]])
+                refs = [ref.value() for ref in work.refs[position]]
+                try:
+                    unpacked[position] = unpack(packed, refs=refs)
+                except ModuleNotFoundError as error:
+                    raise _not_importable(error) from error
             return unpacked[position]
 
         return [value(i) for i in work.args], {name: value(i) for name, i in work.kwargs.items()}
+
+
+def _not_importable(error: ModuleNotFoundError) -> ModuleNotFoundError:
+    name = error.name or "the module"
+    return ModuleNotFoundError(
+        f"{name!r} cannot be imported on the rank's host, and a value of the call needs it. Install it in the "
+        f"environment of the Dask workers, send the file with client.upload_file(), or send its classes by value: "
+        f"cloudpickle.register_pickle_by_value({name.partition('.')[0]})",
+        name=error.name,
+        path=error.path,
+    )
 
 
 def _build(cls: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
