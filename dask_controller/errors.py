@@ -261,6 +261,9 @@ class RankFailedError(RankError):
     ) -> None:
         super().__init__(message, method, dict(failures or {}), dict(hosts or {}), tuple(running))
         self.failures = dict(failures or {})
+        if self.failures:
+            # Here rather than with ``raise ... from``: a cause does not survive pickling.
+            self.__cause__ = next(iter(self.failures.values()))
         self.hosts = dict(hosts or {})
         self.running = tuple(running)
 

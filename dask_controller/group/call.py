@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future as ConcurrentFuture
 from typing import Any
 
-from dask_controller.errors import RankFailedError, RankLostError
+from dask_controller.errors import RankFailedError, RankLostError, RemoteError
 from dask_controller.protocol.serialize import Packed
 from dask_controller.runtime.futures import KeptFacts, ResultInfo
 from dask_controller.worker.failure import restore_failure
@@ -37,9 +37,7 @@ def failed_error(
         lines.append(f"  no answer yet from ranks {list(running)}; the call goes on there, later calls wait for it")
     if traces.get(first):
         lines.append(f"Traceback on rank {first}:\n{traces[first].rstrip()}")
-    out = RankFailedError("\n".join(lines), method, failures, {r: hosts[r] for r in failures}, running)
-    out.__cause__ = error
-    return out
+    return RankFailedError("\n".join(lines), method, failures, {r: hosts[r] for r in failures}, running)
 
 
 def lost_error(method: str, group: str, lost: Mapping[int, str], reason: str) -> RankLostError:
@@ -59,9 +57,9 @@ def lost_error(method: str, group: str, lost: Mapping[int, str], reason: str) ->
 
 
 def _one_line(error: BaseException) -> str:
-    name = getattr(error, "type_name", None) or type(error).__name__
-    text = getattr(error, "text", None) or str(error)
-    return f"{name}: {text.splitlines()[0]}" if text else str(name)
+    # By type, not by attribute: a SyntaxError, for one, has a ``text`` that is no message.
+    name, text = (error.type_name, error.text) if isinstance(error, RemoteError) else (type(error).__name__, str(error))
+    return f"{name}: {text.splitlines()[0]}" if text.strip() else name
 
 
 class Call:

@@ -38,7 +38,7 @@ def describe_failure(error: BaseException, skip_frames: int = 0) -> dict[str, An
             tb = tb.tb_next
     try:
         text = str(error)
-    except Exception as broken:
+    except BaseException as broken:
         text = f"<str() of the exception raised {type(broken).__name__}>"
     try:
         trace = "".join(traceback.format_exception(kind, error, tb))
@@ -48,20 +48,26 @@ def describe_failure(error: BaseException, skip_frames: int = 0) -> dict[str, An
         pickled: bytes = cloudpickle.dumps(error)
         pickle.loads(pickled)
         raw = pickled if len(pickled) <= _MAX_PICKLE_BYTES else None
-    except Exception:
+    except BaseException:
         raw = None
     return {
         "type": f"{kind.__module__}.{kind.__qualname__}",
         "text": text[:_MAX_TEXT],
-        "traceback": trace[-_MAX_TEXT:],
+        "traceback": _shorten(trace),
         "pickle": raw,
     }
+
+
+def _shorten(trace: str) -> str:
+    """Both ends of a long text: the frames stand at its start, the message at its end."""
+    half = _MAX_TEXT // 2
+    return trace if len(trace) <= _MAX_TEXT else f"{trace[:half]}\n[...]\n{trace[-half:]}"
 
 
 def restore_failure(description: dict[str, Any]) -> BaseException:
     """The exception that :func:`describe_failure` described.
 
-    The original where it can be unpickled here, with the rank's own traceback as its cause; otherwise a
+    The original where it can be unpickled and printed here, with the rank's own traceback as its cause; otherwise a
     :class:`~dask_controller.errors.RemoteError` with the same facts.
     """
     remote = RemoteError(description["type"], description["text"], description["traceback"])
@@ -69,7 +75,9 @@ def restore_failure(description: dict[str, Any]) -> BaseException:
         return remote
     try:
         error = pickle.loads(description["pickle"])
-    except Exception:
+        # Whoever reports the error asks for its text; one that cannot give it is no use as itself.
+        str(error)
+    except BaseException:
         return remote
     if not isinstance(error, BaseException):
         return remote
