@@ -7,7 +7,6 @@ ranks without a mark, roles of a colocated class, detaching, closing. Does not o
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
 import threading
@@ -27,7 +26,7 @@ from dask_controller.errors import DispatchError, GroupClosedError, PlacementErr
 from dask_controller.group import detached as detached_groups
 from dask_controller.group.bind import BoundMethod, bind_class, missing_method
 from dask_controller.group.class_args import ClassWithInitArgs, DaskClassWithInitArgs
-from dask_controller.group.colocate import role_classes
+from dask_controller.group.colocate import is_forwarder, role_classes
 from dask_controller.group.health import AlivenessCheck
 from dask_controller.group.rank_handle import RankHandle
 from dask_controller.group.start import Members, check_worker_env, shut_down, start_group
@@ -220,13 +219,14 @@ class DaskWorkerGroup(WorkerGroup):
         self._roles: dict[str, DaskWorkerGroup] = {}
         self._mesh_lock = threading.Lock()
         for role_name, role_cls in role_classes(cls).items():
-            if role_name in RESERVED_NAMES:
-                raise RegistrationError(f"role {role_name!r} has the name of a member of groups; choose another")
             view = object.__new__(DaskWorkerGroup)
             view._set_up(pool, life, role_cls, names, role_name)
             self._roles[role_name] = view
             for method, bound in view._bound.items():
-                self._bound.setdefault(f"{role_name}_{method}", bound)
+                full = f"{role_name}_{method}"
+                # Not through the forwarder: a role's meshes are known by the role alone.
+                if full not in self._bound or is_forwarder(cls, full):
+                    self._bound[full] = bound
 
     # ------------------------------------------------------------------ identity
 
@@ -320,7 +320,7 @@ class DaskWorkerGroup(WorkerGroup):
         self._check_view(bound.name)
         mode = bound.mode
         owner = self if self._role is not None or "." not in bound.remote_name else self._owner_of(bound)
-        sent_args, sent_kwargs = mode.dispatch_fn(owner, *args, **kwargs)
+        sent_args, sent_kwargs = _checked_pair(bound.name, mode.dispatch_fn(owner, *args, **kwargs))
         ranks = [0] if mode.is_rank_zero else list(range(self.world_size))
         if mode.is_pass_through:
             per_rank_args, per_rank_kwargs = _pass_through(sent_args, sent_kwargs, ranks, mode.is_rank_zero)
@@ -352,11 +352,6 @@ class DaskWorkerGroup(WorkerGroup):
     def _per_rank(
         self, bound: BoundMethod, args: Any, kwargs: Any, ranks: Sequence[int]
     ) -> tuple[list[list[Any]], dict[str, list[Any]]]:
-        if not isinstance(args, (list, tuple)) or not isinstance(kwargs, Mapping):
-            raise DispatchError(
-                f"the dispatch function of {bound.name}() must return (args, kwargs), a list or tuple and a mapping; "
-                f"got {type(args).__name__} and {type(kwargs).__name__}. No rank was called"
-            )
         labelled = [(f"argument {i + 1}", value) for i, value in enumerate(args)] + [
             (f"argument {name!r}", value) for name, value in kwargs.items()
         ]
@@ -512,7 +507,8 @@ class DaskWorkerGroup(WorkerGroup):
                 return []
 
         answers = await asyncio.gather(*(ask(address) for address in dict.fromkeys(engine.hosts)))
-        known = {entry["rank"]: entry for answer in answers for entry in answer}
+        # Lists arrive as tuples.
+        known = {entry["rank"]: {**entry, "running": list(entry["running"])} for answer in answers for entry in answer}
         return [
             known.get(rank, {"rank": rank, "host": host, "state": "lost" if rank in engine.lost else "unreachable"})
             for rank, host in enumerate(engine.hosts)
@@ -601,6 +597,21 @@ class DaskWorkerGroup(WorkerGroup):
 RESERVED_NAMES = frozenset(name for name in [*dir(DaskWorkerGroup), "resource_pool"] if not name.startswith("__"))
 
 
+def _checked_pair(method: str, dispatched: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """What a dispatch function returned, which may be a user's."""
+    if isinstance(dispatched, (list, tuple)) and len(dispatched) == 2:
+        args, kwargs = dispatched
+        if isinstance(args, (list, tuple)) and isinstance(kwargs, Mapping):
+            return args, kwargs
+        got = f"a {type(args).__name__} and a {type(kwargs).__name__}"
+    else:
+        got = f"a {type(dispatched).__name__}"
+    raise DispatchError(
+        f"the dispatch function of {method}() must return (args, kwargs), a list or tuple and a mapping; got {got}. No "
+        "rank was called"
+    )
+
+
 def _pass_through(
     args: Sequence[Any], kwargs: Mapping[str, Any], ranks: Sequence[int], rank_zero: bool
 ) -> tuple[list[list[Any]], dict[str, list[Any]]]:
@@ -619,20 +630,17 @@ def _dask_cia(cia: ClassWithInitArgs) -> DaskClassWithInitArgs:
     return DaskClassWithInitArgs(cia.cls, *cia.args, **cia.kwargs)
 
 
-@functools.cache
-def _marked_names(cls: type) -> frozenset[str]:
-    return frozenset(bind_class(cls, RESERVED_NAMES)) | frozenset(role_classes(cls))
-
-
 def _check_class(cls: type) -> None:
     if inspect.isabstract(cls):
         raise RegistrationError(
             f"{cls.__name__} is abstract ({', '.join(sorted(getattr(cls, '__abstractmethods__', ())))}) and cannot be "
             "built on a rank"
         )
-    for name in ("status", "close"):
-        assert name in RESERVED_NAMES
-    _marked_names(cls)
+    bind_class(cls, RESERVED_NAMES)
+    for role, role_cls in role_classes(cls).items():
+        if role in RESERVED_NAMES:
+            raise RegistrationError(f"role {role!r} has the name of a member of groups; choose another")
+        bind_class(role_cls, RESERVED_NAMES, role)
 
 
 def _seconds(value: float | None, setting: str) -> float:
