@@ -8,6 +8,7 @@ behaviour is generated; the marked forwarders exist for code that looks at the c
 from __future__ import annotations
 
 import inspect
+import keyword
 import types
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
@@ -22,8 +23,12 @@ __all__ = [
     "create_colocated_worker_cls",
     "create_colocated_worker_cls_fused",
     "create_colocated_worker_raw_cls",
+    "is_forwarder",
     "role_classes",
 ]
+
+#: Attribute that tells a forwarder from a method of the user's own.
+_FORWARDS = "_dask_controller_forwards"
 
 
 class ColocatedWorker(Worker):
@@ -61,7 +66,13 @@ def _forwarder(role: str, name: str, function: Callable[..., Any]) -> Callable[.
     out.__name__ = out.__qualname__ = f"{role}_{name}"
     out.__doc__ = function.__doc__
     setattr(out, MAGIC_ATTR, getattr(function, MAGIC_ATTR))
+    setattr(out, _FORWARDS, role)
     return out
+
+
+def is_forwarder(cls: type, name: str) -> bool:
+    """Whether ``cls.name`` only passes calls on to a role."""
+    return hasattr(inspect.getattr_static(cls, name, None), _FORWARDS)
 
 
 def _checked(class_dict: Mapping[str, ClassWithInitArgs]) -> dict[str, ClassWithInitArgs]:
@@ -69,8 +80,8 @@ def _checked(class_dict: Mapping[str, ClassWithInitArgs]) -> dict[str, ClassWith
         raise RegistrationError("a colocated class needs at least one role, got an empty mapping")
     taken: dict[str, str] = {}
     for role, spec in class_dict.items():
-        if not isinstance(role, str) or not role.isidentifier():
-            raise RegistrationError(f"a role is a Python name, got {role!r}")
+        if not isinstance(role, str) or not role.isidentifier() or keyword.iskeyword(role):
+            raise RegistrationError(f"a role is a Python name, such as 'actor'; got {role!r}")
         if not isinstance(spec, ClassWithInitArgs):
             raise RegistrationError(
                 f"role {role!r} needs a DaskClassWithInitArgs, got {type(spec).__name__}: wrap the class and its "
