@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import logging
 import sys
 import time
 from collections.abc import Iterator
@@ -36,6 +37,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
+import dask.config
 import grpo_lib
 import pandas
 import torch
@@ -380,6 +382,9 @@ def connected(scheduler: str | None, num_hosts: int) -> Iterator[Client]:
                 "Start more, or ask for fewer ranks with --ranks."
             )
         yield client
+        if scheduler is None:
+            # Python takes a while to end a process that has torch loaded; that the nannies do not wait is no news.
+            logging.getLogger("distributed.nanny").setLevel(logging.ERROR)
 
 
 @contextlib.contextmanager
@@ -443,6 +448,8 @@ def run(options: argparse.Namespace, settings: Settings) -> None:
     saved = load_run(files, settings, options.steps) if options.resume else None
     if saved is None:
         start_over(files)
+    # Hosts that were just started import torch first, which takes its time where many do so at once.
+    dask.config.set({"controller.probe-timeout": "120s", "controller.start-timeout": "300s"})
     # Lets dispatch add rows where a batch does not divide over the ranks, and take them off the result.
     DataProtoConfig.auto_padding = True
     folder = options.data or str(files.folder / "problems")

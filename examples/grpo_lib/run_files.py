@@ -83,32 +83,29 @@ def plot_curves(records: list[dict[str, Any]], path: Path) -> None:
     Parameters
     ----------
     records : list of dict
-        With ``phase`` and ``step``, and for the ``"train"`` phase ``reward``, ``loss`` and ``kl``; ``accuracy`` where
-        the held-out problems were measured.
+        Of the GRPO phase. With ``step``, ``reward``, ``loss`` and ``kl``; ``accuracy`` where the held-out problems were
+        measured. A record need not have all.
     path : pathlib.Path
     """
     # Not pyplot: it would look for a screen.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    trained = [record for record in records if record["phase"] == "train"]
-    measured = [record for record in trained if "accuracy" in record]
-    figure = Figure(figsize=(7, 6), layout="constrained")
+    figure = Figure(figsize=(7, 7), layout="constrained")
     FigureCanvasAgg(figure)
-    top, bottom = figure.subplots(2, 1, sharex=True)
-    steps = [record["step"] for record in trained if "reward" in record]
-    top.plot(steps, [record["reward"] for record in trained if "reward" in record], alpha=0.5, label="training reward")
-    top.plot(
-        [record["step"] for record in measured],
-        [record["accuracy"] for record in measured],
-        marker="o",
-        markersize=3,
-        label="held-out accuracy",
-    )
+    top, middle, bottom = figure.subplots(3, 1, sharex=True, height_ratios=[2, 1, 1])
+
+    def curve(axes: Any, name: str, **style: Any) -> None:
+        points = [(record["step"], record[name]) for record in records if name in record]
+        axes.plot([step for step, _ in points], [value for _, value in points], **style)
+
+    curve(top, "reward", alpha=0.5, label="training reward")
+    curve(top, "accuracy", marker="o", markersize=3, label="held-out accuracy")
     top.set(ylim=(0, 1), title="GRPO on two-digit addition")
     top.legend(loc="upper left")
-    bottom.plot(steps, [record["loss"] for record in trained if "loss" in record], label="loss")
-    bottom.plot(steps, [record["kl"] for record in trained if "kl" in record], label="KL to the reference (nats/token)")
-    bottom.set(xlabel="GRPO step")
-    bottom.legend(loc="upper left")
+    curve(middle, "loss")
+    middle.set(ylabel="loss")
+    curve(bottom, "kl")
+    # One token that has become very unlikely can outweigh all others in the estimate.
+    bottom.set(ylabel="KL to reference\n(nats per token)", yscale="log", xlabel="GRPO step")
     _write_atomically(path, lambda file: figure.savefig(file, format="png", dpi=120))

@@ -500,10 +500,9 @@ def test_records_round_trip_and_are_dropped_by_rule(tmp_path: Path) -> None:
 
 def test_plot_is_a_png(tmp_path: Path) -> None:
     records = [
-        {"phase": "warmup", "step": 1, "loss": 2.0},
-        {"phase": "train", "step": 0, "accuracy": 0.1},
-        {"phase": "train", "step": 1, "reward": 0.2, "loss": 0.0, "kl": 0.0},
-        {"phase": "train", "step": 2, "reward": 0.3, "loss": 0.1, "kl": 0.1, "accuracy": 0.2},
+        {"step": 0, "accuracy": 0.1},
+        {"step": 1, "reward": 0.2, "loss": 0.0, "kl": 0.0},
+        {"step": 2, "reward": 0.3, "loss": 0.1, "kl": 0.1, "accuracy": 0.2},
     ]
     plot_curves(records, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG\r\n")
