@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any
 
 import cloudpickle
-from distributed import Client, Future, default_client, get_client, get_worker
+from distributed import Client, Future
 
 from dask_controller.config import get_seconds
 from dask_controller.dispatch._batches import call_padding
@@ -33,6 +33,7 @@ from dask_controller.group.start import Members, check_worker_env, shut_down, st
 from dask_controller.pool.pool import DaskResourcePool, ResourcePool
 from dask_controller.protocol.batching import RankOutputs
 from dask_controller.runtime.channel import call_host
+from dask_controller.runtime.clients import current_client
 
 __all__ = ["DaskWorkerGroup", "WorkerGroup"]
 
@@ -654,18 +655,7 @@ def _seconds(value: float | None, setting: str) -> float:
 def _resolve_client(client: Client | None, pool: ResourcePool | None) -> Client:
     client = client or getattr(pool, "client", None)
     if client is None:
-        try:
-            get_worker()
-        except ValueError:
-            try:
-                client = default_client()
-            except ValueError:
-                raise PlacementError(
-                    "there is no Dask client: make one first (client = Client(address), or Client() for a cluster on "
-                    "this machine), or pass client=. Groups never start a cluster by themselves"
-                ) from None
-        else:
-            client = get_client()
+        client = current_client()
     if client.asynchronous:
         raise PlacementError(
             "groups need a synchronous client: this one was made with asynchronous=True, and a blocking call would "

@@ -1,149 +1,56 @@
 """Batches that stay on the hosts that made them.
 
-Owns :class:`DataProtoFuture` and the row plans behind it: which rows of which keys make up a batch. A plan is a
-small tree over futures, evaluated once the lengths are known; the controller handles lengths and plans, never the
-rows, until somebody asks for them with :meth:`DataProtoFuture.get`.
+Owns :class:`DataProtoFuture`: a plan (:mod:`.plan`) together with the Dask futures of its parts. The controller handles
+lengths and plans, never rows, until somebody asks for them with :meth:`DataProtoFuture.get`. Also owns turning a plan
+into what a host must fetch (:func:`plan_reference`).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass
+import pickle
+from collections.abc import Callable, Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
 from distributed import Client, Future
 
 from dask_controller.errors import (
-    BatchMismatchError,
     ChunkError,
     ChunkLostError,
     DataProtoError,
     RankTimeoutError,
     UnsupportedTypeError,
 )
-from dask_controller.protocol.batch_data import BatchData
-from dask_controller.protocol.batching import Padding, chunk_bounds
+from dask_controller.protocol.batching import Padding
 from dask_controller.protocol.data_proto import DataProto
+from dask_controller.protocol.plan import (
+    Chunk,
+    Columns,
+    ColumnStep,
+    Concat,
+    Node,
+    Repeat,
+    Rows,
+    Source,
+    Union,
+    assemble,
+    keys_of,
+    pieces_of,
+)
 from dask_controller.protocol.serialize import Packed, unpack
 from dask_controller.runtime.channel import call_host
-from dask_controller.runtime.clients import client_loop
+from dask_controller.runtime.clients import client_loop, current_client
 from dask_controller.runtime.futures import ResultInfo, info_of, locate, wait_done
-from dask_controller.runtime.service import decode, install_service
+from dask_controller.runtime.service import decode, install_service, pick_rows
 
-__all__ = ["DataProtoFuture", "Segment", "cut_segments", "plan_reference"]
-
-
-@dataclass(frozen=True)
-class Segment:
-    """Rows ``[start, stop)`` of the value of one key."""
-
-    key: str
-    start: int
-    stop: int
-
-    @property
-    def rows(self) -> int:
-        return self.stop - self.start
+__all__ = ["DataProtoFuture", "plan_reference"]
 
 
-def cut_segments(segments: Sequence[Segment], start: int, stop: int) -> list[Segment]:
-    """Rows ``[start, stop)`` of what ``segments`` make up together.
-
-    An empty range gives one empty segment rather than none, so that dtypes and trailing shapes stay known.
-    """
-    out: list[Segment] = []
-    offset = 0
-    for segment in segments:
-        low, high = max(start, offset), min(stop, offset + segment.rows)
-        if low < high:
-            out.append(Segment(segment.key, segment.start + low - offset, segment.start + high - offset))
-        offset += segment.rows
-    if not out:
-        first = segments[0]
-        out.append(Segment(first.key, first.start, first.start))
-    return out
-
-
-# ---------------------------------------------------------------------- plan trees
-
-
-@dataclass(frozen=True)
-class _Source:
-    """Results joined in rank order, without the padding that dispatch had added."""
-
-    futures: tuple[Future[Any], ...]
-    padding: Padding | None = None
-
-    def segments(self, rows: Mapping[str, int]) -> list[Segment]:
-        lengths = [rows[str(future.key)] for future in self.futures]
-        if self.padding is not None:
-            lengths = self.padding.kept(lengths)
-        return [Segment(str(future.key), 0, length) for future, length in zip(self.futures, lengths, strict=True)]
-
-    def sources(self) -> list[_Source]:
-        return [self]
-
-
-@dataclass(frozen=True)
-class _Concat:
-    """Batches one after the other."""
-
-    nodes: tuple[_Node, ...]
-
-    def segments(self, rows: Mapping[str, int]) -> list[Segment]:
-        return [segment for node in self.nodes for segment in node.segments(rows)]
-
-    def sources(self) -> list[_Source]:
-        return [source for node in self.nodes for source in node.sources()]
-
-
-@dataclass(frozen=True)
-class _Chunk:
-    """One of ``count`` pieces of a batch."""
-
-    node: _Node
-    index: int
-    count: int
-    #: For dispatch: pieces must be equal, after padding if ``auto_padding``. None: sizes may differ by one row.
-    padding: Padding | None = None
-    auto_padding: bool = False
-
-    def segments(self, rows: Mapping[str, int]) -> list[Segment]:
-        whole = self.node.segments(rows)
-        total = sum(segment.rows for segment in whole)
-        if self.padding is None:
-            return cut_segments(whole, *chunk_bounds(total, self.count)[self.index])
-        if total % self.count and not self.auto_padding:
-            raise ChunkError(
-                f"a batch of {total} rows cannot be cut into {self.count} equal chunks. Turn automatic padding on "
-                "(DataProtoConfig.auto_padding = True), or make the producer return a multiple of "
-                f"{self.count} rows"
-            )
-        if not self.padding.known:
-            self.padding.set(total, self.count)
-        assert self.padding.padded is not None
-        expected = sum(self.padding.real or ())
-        if expected != total:
-            raise BatchMismatchError(
-                f"the arguments of one call have different lengths: {expected} rows and {total} rows. "
-                "No rank was called"
-            )
-        missing = sum(self.padding.padded) - total
-        last = whole[-1] if whole else None
-        if missing and last is not None:
-            filled = [segment for segment in whole if segment.rows]
-            last = filled[-1]
-            whole = whole + [Segment(last.key, last.stop - 1, last.stop)] * missing
-        start = sum(self.padding.padded[: self.index])
-        return cut_segments(whole, start, start + self.padding.padded[self.index])
-
-    def sources(self) -> list[_Source]:
-        return self.node.sources()
-
-
-_Node = _Source | _Concat | _Chunk
-
+#: Rows to fetch: key, address, first row (None: the whole value), end, index as bytes where rows are scattered, origin
+#: for messages, producing rank.
+Part = tuple[str, str, int | None, int | None, bytes | None, str, int]
 
 #: What a DataProto has and its future has not.
 _BATCH_NAMES = frozenset(name for name in [*dir(DataProto), "non_tensor_batch"] if not name.startswith("_"))
@@ -154,7 +61,8 @@ class DataProtoFuture:
 
     The result of a non-blocking call whose ranks return DataProto or TensorDict. Give it to another group's method
     and each of its ranks fetches the rows it needs from the host that holds them; no row passes through the
-    controller. Dropping the object frees the memory on the hosts.
+    controller. Rows and columns can be chosen, repeated and joined without bringing them home. Dropping the object
+    frees the memory on the hosts.
 
     Parameters
     ----------
@@ -165,6 +73,9 @@ class DataProtoFuture:
     -----
     Ranks that share a host with the producer get the producer's own tensors, not a copy: like the inputs of a Dask
     task they must not be written in place.
+
+    Methods that return a DataProtoFuture move no data and wait for nothing; a mistake in them that only the data can
+    show (a column that does not exist, a mask of the wrong length) is raised where the rows are used.
     """
 
     def __init__(self, futures: Sequence[Future[Any]]) -> None:
@@ -176,13 +87,17 @@ class DataProtoFuture:
                 raise UnsupportedTypeError(
                     f"a DataProtoFuture is made of distributed.Future objects, got {type(future).__name__}"
                 )
-        self._node: _Node = _Source(futures)
+        self._futures: dict[str, Future[Any]] = {str(future.key): future for future in futures}
+        self._node: Node = Source(tuple(str(future.key) for future in futures))
 
-    @classmethod
-    def _of(cls, node: _Node) -> DataProtoFuture:
-        self = cls.__new__(cls)
-        self._node = node
-        return self
+    def _of(self, node: Node, *others: DataProtoFuture) -> DataProtoFuture:
+        out = object.__new__(DataProtoFuture)
+        out._node = node
+        known = dict(self._futures)
+        for other in others:
+            known.update(other._futures)
+        out._futures = {key: known[key] for key in keys_of(node)}
+        return out
 
     @classmethod
     def from_futures(cls, futures: Sequence[Future[Any]]) -> DataProtoFuture:
@@ -194,20 +109,14 @@ class DataProtoFuture:
     @property
     def futures(self) -> list[Future[Any]]:
         """The ``distributed.Future`` objects of all ranks that contribute, without repetition."""
-        seen: dict[str, Future[Any]] = {}
-        for source in self._node.sources():
-            for future in source.futures:
-                seen.setdefault(str(future.key), future)
-        return list(seen.values())
+        return list(self._futures.values())
 
     @property
     def _client(self) -> Client:
-        client: Client | None = self.futures[0].client
-        if client is None:
-            raise DataProtoError(
-                "this DataProtoFuture was unpickled where there is no Dask client; make a Client first, or use it "
-                "inside a Dask task or rank"
-            )
+        for future in self.futures:
+            if future.client is None:  # unpickled here
+                future.bind_client(current_client())
+        client: Client = self.futures[0].client
         return client
 
     def done(self) -> bool:
@@ -222,13 +131,14 @@ class DataProtoFuture:
         DataProtoError
             Not known yet, or not known without asking the hosts.
         """
-        rows: dict[str, int] = {}
+        lengths: list[int] = []
         for future in self.futures:
             info = info_of(future)
             if info is None or not info.done.done() or info.done.result().rows is None:
                 raise DataProtoError("the length is not known yet: wait for it with .result(), or distributed.wait")
-            rows[str(future.key)] = info.done.result().rows or 0
-        return sum(segment.rows for segment in self._node.segments(rows))
+            lengths.append(info.done.result().rows or 0)
+        numbering = {key: i for i, key in enumerate(self._futures)}
+        return len(self._node.strands(numbering, dict(enumerate(lengths)))[0].rows)
 
     if not TYPE_CHECKING:  # a type checker would take it as a promise of every attribute
 
@@ -245,18 +155,31 @@ class DataProtoFuture:
         state = "finished" if self.done() else "pending"
         return f"<dask_controller.DataProtoFuture: {state}, {len(futures)} part(s)>"
 
-    # ------------------------------------------------------------------ cutting and joining
+    def keys(self, timeout: float | None = None) -> list[str]:
+        """Names of the columns, tensors first. Waits for the ranks; only names travel.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds to wait at most.
+        """
+        empty = self[0:0].get(timeout)
+        if hasattr(empty, "non_tensor_batch"):
+            return [*(empty.batch.keys() if empty.batch is not None else ()), *empty.non_tensor_batch]
+        return list(empty.keys())
+
+    # ------------------------------------------------------------------ rows
 
     def chunk(self, chunks: int) -> list[DataProtoFuture]:
-        """Cut into exactly ``chunks`` batches of nearly equal size. No data move, and nothing is waited for.
+        """Cut into exactly ``chunks`` batches of nearly equal size.
 
         Parameters
         ----------
         chunks : int
             Number of pieces. The first ones are one row longer where the rows do not divide.
         """
-        _check_count(chunks)
-        return [self._of(_Chunk(self._node, i, chunks)) for i in range(chunks)]
+        _check_count(chunks, "chunks")
+        return [self._of(Chunk(self._node, i, chunks)) for i in range(chunks)]
 
     def chunk_padded(
         self, chunks: int, auto_padding: bool | None = None, padding: Padding | None = None
@@ -279,12 +202,12 @@ class DataProtoFuture:
         padding : Padding
             Becomes known when the lengths do. Using a piece raises ChunkError if they do not divide.
         """
-        from dask_controller.protocol.data_proto import DataProtoConfig
+        from dask_controller.protocol.config import DataProtoConfig
 
-        _check_count(chunks)
+        _check_count(chunks, "chunks")
         enabled = bool(DataProtoConfig.auto_padding) if auto_padding is None else auto_padding
         shared = Padding() if padding is None else padding
-        return [self._of(_Chunk(self._node, i, chunks, shared, enabled)) for i in range(chunks)], shared
+        return [self._of(Chunk(self._node, i, chunks, shared, enabled)) for i in range(chunks)], shared
 
     def without_padding(self, padding: Padding) -> DataProtoFuture:
         """The same batch without the rows that padding had added to the arguments of the call that made it.
@@ -294,13 +217,117 @@ class DataProtoFuture:
         padding : Padding
             How the arguments were cut; one entry per part of this batch.
         """
-        if not isinstance(self._node, _Source):
+        if not isinstance(self._node, Source):
             raise DataProtoError("only the direct result of a call can have its padding removed")
-        return self._of(_Source(self._node.futures, padding))
+        return self._of(Source(self._node.keys, padding))
+
+    def select_idxs(self, idxs: Any) -> DataProtoFuture:
+        """Rows by number or mask.
+
+        Parameters
+        ----------
+        idxs : list, numpy array or tensor
+            Row numbers in any order, also several times, or a mask of the batch's length.
+        """
+        return self._of(Rows(self._node, _index(idxs)))
+
+    def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> DataProtoFuture:
+        """Rows by a Python slice."""
+        return self._of(Rows(self._node, slice(start, end, step)))
+
+    def repeat(self, repeat_times: int = 2, interleave: bool = True) -> DataProtoFuture:
+        """Every row ``repeat_times`` times; the copies are made where the rows are used.
+
+        Parameters
+        ----------
+        repeat_times : int
+            How often.
+        interleave : bool
+            Copies of one row next to each other, or the whole batch again and again.
+        """
+        _check_count(repeat_times, "repeat_times")
+        return self._of(Repeat(self._node, repeat_times, interleave))
+
+    def reorder(self, indices: Any) -> None:
+        """Put the rows into another order, in place, as ``DataProto.reorder`` does.
+
+        Parameters
+        ----------
+        indices : list, numpy array or tensor
+            Row numbers.
+        """
+        self._node = Rows(self._node, _index(indices))
+
+    def __getitem__(self, item: Any) -> Any:
+        """Rows as a DataProtoFuture, or one column as data.
+
+        ``fut["rewards"]`` brings that column only: a tensor or numpy array. A slice, list, array, tensor or mask gives
+        the rows as a DataProtoFuture; an int gives one row as a DataProtoItem.
+        """
+        if isinstance(item, str):
+            batch = self._column(("column", item)).get()
+            if hasattr(batch, "non_tensor_batch"):
+                return batch.non_tensor_batch[item] if item in batch.non_tensor_batch else batch.batch[item]
+            return batch[item]
+        if isinstance(item, slice):
+            return self.slice(item.start, item.stop, item.step)
+        if isinstance(item, (int, np.integer)) and not isinstance(item, bool):
+            return self.select_idxs([int(item)]).get()[0]
+        return self.select_idxs(item)
+
+    # ------------------------------------------------------------------ columns
+
+    def _column(self, step: ColumnStep) -> DataProtoFuture:
+        return self._of(Columns(self._node, step))
+
+    def select(
+        self,
+        batch_keys: Sequence[str] | None = None,
+        non_tensor_batch_keys: Sequence[str] | None = None,
+        meta_info_keys: Sequence[str] | None = None,
+    ) -> DataProtoFuture:
+        """Some of the columns; the others stay where they are. None keeps all of a kind."""
+        return self._column(("select", _keys(batch_keys), _keys(non_tensor_batch_keys), _keys(meta_info_keys)))
+
+    def pop(
+        self, batch_keys: Sequence[str] | None = None, non_tensor_batch_keys: Sequence[str] | None = None
+    ) -> DataProtoFuture:
+        """Take columns out of this batch, in place, and return them as a batch of their own."""
+        keys = [*(batch_keys or ()), *(non_tensor_batch_keys or ())]
+        if not keys:
+            raise DataProtoError("pop needs the names of columns to take out, got none")
+        out = self._column(("select", list(batch_keys or ()), list(non_tensor_batch_keys or ()), []))
+        self._node = Columns(self._node, ("drop", keys))
+        return out
+
+    def rename(self, old_keys: str | Sequence[str], new_keys: str | Sequence[str]) -> DataProtoFuture:
+        """Columns under other names."""
+        old = [old_keys] if isinstance(old_keys, str) else list(old_keys)
+        new = [new_keys] if isinstance(new_keys, str) else list(new_keys)
+        if len(old) != len(new):
+            raise DataProtoError(
+                f"rename got {len(old)} old names and {len(new)} new ones; their numbers must be equal"
+            )
+        return self._column(("rename", old, new))
+
+    def union(self, other: DataProtoFuture) -> DataProtoFuture:
+        """The columns of both batches side by side; rows must correspond.
+
+        Parameters
+        ----------
+        other : DataProtoFuture
+            A batch of as many rows. A column of both must be equal in both.
+        """
+        if not isinstance(other, DataProtoFuture):
+            raise UnsupportedTypeError(
+                f"union puts DataProtoFuture objects side by side, got {type(other).__name__}; bring this batch home "
+                "with get() and use DataProto.union"
+            )
+        return self._of(Union((self._node, other._node)), other)
 
     @staticmethod
     def concat(data: Sequence[DataProtoFuture]) -> DataProtoFuture:
-        """Batches one after the other. No data move, and nothing is waited for."""
+        """Batches one after the other."""
         data = list(data)
         if not data:
             raise DataProtoError("concat needs at least one DataProtoFuture, got an empty list")
@@ -311,7 +338,58 @@ class DataProtoFuture:
                 )
         if len(data) == 1:
             return data[0]
-        return DataProtoFuture._of(_Concat(tuple(item._node for item in data)))
+        return data[0]._of(Concat(tuple(item._node for item in data)), *data[1:])
+
+    def map(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> DataProtoFuture:
+        """Apply a function to the batch where its rows are, as Dask tasks on those hosts.
+
+        Parameters
+        ----------
+        function : callable
+            Called as ``function(part, *args, **kwargs)`` on a DataProto or TensorDict for each part of this batch, in
+            no particular order; returns one. It must not write to its argument.
+        *args, **kwargs
+            Further arguments, sent to every part.
+
+        Returns
+        -------
+        DataProtoFuture
+            The results, joined in row order.
+
+        Notes
+        -----
+        Waits for the ranks that make this batch where rows were chosen or padding is to be removed; else does not
+        block. The tasks run on the threads of the hosts, beside the ranks.
+        """
+        if not callable(function):
+            raise UnsupportedTypeError(f"map needs a function, got {type(function).__name__}")
+        client = self._client
+        if isinstance(self._node, Source) and self._node.padding is None:
+            plans = [_plan([(key, "", None, None, None, "", -1)], is_batch=True) for key in self._node.keys]
+        else:
+            whole: dict[str, Any] = client.sync(plan_reference, client, self)
+            plans = _split_plan(whole)
+        out = []
+        for plan in plans:
+            keys = list(dict.fromkeys(piece[0] for strand in plan["strands"] for piece in strand["pieces"]))
+            futures = [self._futures[key] for key in keys]
+            info = info_of(futures[0])
+            out.append(
+                client.submit(
+                    _map_part,
+                    function,
+                    plan,
+                    keys,
+                    futures,
+                    args,
+                    kwargs,
+                    # A wish, not an order: if the host is gone the error should come from there, not a wait.
+                    workers=None if info is None else [info.host],
+                    allow_other_workers=info is not None,
+                    pure=False,
+                )
+            )
+        return DataProtoFuture(out)
 
     # ------------------------------------------------------------------ bringing it home
 
@@ -339,12 +417,12 @@ class DataProtoFuture:
         """
         client = self._client
         try:
-            parts = client.sync(self._fetch, client, callback_timeout=timeout)
+            fetched = client.sync(self._fetch, client, callback_timeout=timeout)
         except TimeoutError as error:
             if isinstance(error, RankTimeoutError):
                 raise
             raise self._timeout_error(timeout or 0.0) from error
-        return _join(parts)
+        return _assemble(fetched)
 
     def result(self, timeout: float | None = None) -> Any:
         """Same as :meth:`get`."""
@@ -357,8 +435,8 @@ class DataProtoFuture:
         client = self._client
         loop = client_loop(client)
         if loop is asyncio.get_running_loop():
-            return _join(await self._fetch(client))
-        return _join(await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._fetch(client), loop)))
+            return _assemble(await self._fetch(client))
+        return _assemble(await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._fetch(client), loop)))
 
     def _timeout_error(self, timeout_s: float) -> RankTimeoutError:
         finished: list[int] = []
@@ -379,34 +457,102 @@ class DataProtoFuture:
             pending,
         )
 
-    async def _fetch(self, client: Client) -> list[Packed]:
-        parts = await plan_reference(client, self)
-        routes = {str(f.key): info.route for f in self.futures if (info := info_of(f)) is not None}
+    async def _fetch(self, client: Client) -> list[tuple[list[Packed], Any]]:
+        plan = await plan_reference(client, self)
+        routes = {key: info.route for key, f in self._futures.items() if (info := info_of(f)) is not None}
         default = "direct" if client.direct_to_workers else "scheduler"
-        return list(await asyncio.gather(*(_fetch_part(client, part, routes.get(part[0], default)) for part in parts)))
+
+        async def strand(description: dict[str, Any]) -> tuple[list[Packed], Any]:
+            pieces = await asyncio.gather(
+                *(
+                    _fetch_piece(client, piece, description["columns"], routes.get(piece[0], default))
+                    for piece in description["pieces"]
+                )
+            )
+            return list(pieces), description["order"]
+
+        return list(await asyncio.gather(*(strand(description) for description in plan["strands"])))
 
 
-def _check_count(chunks: int) -> None:
-    if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
-        raise ChunkError(f"the number of chunks must be an int of at least 1, got {chunks!r}")
+def _check_count(count: int, what: str) -> None:
+    if isinstance(count, bool) or not isinstance(count, (int, np.integer)) or count < 1:
+        raise ChunkError(f"{what} must be an int of at least 1, got {count!r}")
 
 
-def _join(parts: Sequence[Packed]) -> Any:
-    # A single part too: joining is what turns the metrics of ranks into lists.
-    return BatchData([unpack(part) for part in parts]).concat()
+def _keys(keys: Sequence[str] | None) -> list[str] | None:
+    return None if keys is None else list(keys)
 
 
-async def _fetch_part(client: Client, part: Sequence[Any], route: str) -> Packed:
-    key, address, start, stop, origin, rank = part
+def _index(idxs: Any) -> Any:
+    if isinstance(idxs, torch.Tensor):
+        idxs = idxs.detach().cpu().numpy()
+    index = np.asarray(idxs)
+    if index.size == 0:
+        index = index.astype(np.int64)
+    if index.ndim != 1 or index.dtype.kind not in "biu":
+        raise DataProtoError(
+            f"rows are picked by a 1-D list of ints or bools, got shape {index.shape} of dtype {index.dtype}"
+        )
+    return index if index.dtype == np.bool_ else index.astype(np.int64)
+
+
+def _assemble(fetched: Sequence[tuple[Sequence[Packed], Any]]) -> Any:
+    return assemble([([unpack(piece) for piece in pieces], _order(order)) for pieces, order in fetched])
+
+
+def _order(order: bytes | None) -> Any:
+    return None if order is None else np.frombuffer(order, dtype=np.int64)
+
+
+def _map_part(
+    function: Callable[..., Any],
+    plan: dict[str, Any],
+    keys: Sequence[str],
+    values: Sequence[Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Runs as a Dask task where the rows are."""
+    by_key = dict(zip(keys, values, strict=True))
+
+    def rows(piece: Sequence[Any], columns: Sequence[Any]) -> Any:
+        key, _, start, stop, index, _, _ = piece
+        return pick_rows(by_key[key], start, stop, index, columns)
+
+    strands = [
+        ([rows(piece, strand["columns"]) for piece in strand["pieces"]], _order(strand["order"]))
+        for strand in plan["strands"]
+    ]
+    return function(assemble(strands), *args, **kwargs)
+
+
+def _plan(pieces: Sequence[Part], is_batch: bool) -> dict[str, Any]:
+    return {"strands": [{"pieces": list(pieces), "columns": [], "order": None}], "is_batch": is_batch}
+
+
+def _split_plan(plan: dict[str, Any]) -> list[dict[str, Any]]:
+    """One plan per piece where pieces can be mapped by themselves, else the whole plan."""
+    strands = plan["strands"]
+    if len(strands) > 1 or strands[0]["order"] is not None:
+        return [plan]
+    return [{"strands": [{**strands[0], "pieces": [piece]}]} for piece in strands[0]["pieces"]]
+
+
+async def _fetch_piece(client: Client, piece: Sequence[Any], columns: Sequence[Any], route: str) -> Packed:
+    key, address, start, stop, index, origin, rank = piece
     tried: set[str] = set()
     for _ in range(2):
         try:
-            answer = await call_host(client, address, "fetch", route=route, key=key, start=start, stop=stop)
+            answer = await call_host(
+                client, address, "fetch", route=route, key=key, start=start, stop=stop, index=index, columns=columns
+            )
         except OSError:
             answer = {"missing": True}
         if "value" in answer:
             packed = decode(answer["value"])
             return packed.copied() if address.startswith("inproc://") else packed
+        if "raise" in answer:
+            raise pickle.loads(answer["raise"])
         if "error" in answer:
             raise ChunkLostError(
                 f"{origin} cannot be sent by its host {address}: {answer['error']}", "", key, rank, address
@@ -426,51 +572,53 @@ async def _fetch_part(client: Client, part: Sequence[Any], route: str) -> Packed
     )
 
 
-# A part of a plan, as it travels: key, address, first row or None for the whole value, last row, origin, rank.
-Part = tuple[str, str, int | None, int | None, str, int]
-
-
-async def plan_reference(client: Client, reference: Future[Any] | DataProtoFuture) -> list[Part]:
-    """Where the data that ``reference`` stands for lie: which rows, of which keys, on which hosts.
+async def plan_reference(client: Client, reference: Future[Any] | DataProtoFuture) -> dict[str, Any]:
+    """What a host must fetch for the data that ``reference`` stands for.
 
     Waits until the data exist. Runs on the client's event loop; only lengths and addresses travel.
+
+    Returns
+    -------
+    dict
+        ``is_batch`` is False for a single future, whose value is taken as it is. ``strands`` is a list of
+        ``{"pieces", "columns", "order"}``; for a piece see :data:`Part`.
     """
     if isinstance(reference, Future):
         await wait_done(reference)
         address, origin, rank, _ = await _facts(client, reference, need_rows=False)
-        return [(str(reference.key), address, None, None, origin, rank)]
-    futures = reference.futures
-    await asyncio.gather(*(wait_done(future) for future in futures))
-    facts = dict(
-        zip(
-            (str(future.key) for future in futures),
-            await asyncio.gather(*(_facts(client, future, need_rows=True) for future in futures)),
-            strict=True,
+        return _plan([(str(reference.key), address, None, None, None, origin, rank)], is_batch=False)
+    futures = reference._futures
+    await asyncio.gather(*(wait_done(future) for future in futures.values()))
+    facts = await asyncio.gather(*(_facts(client, future, need_rows=True) for future in futures.values()))
+    keys = list(futures)
+    numbering = {key: i for i, key in enumerate(keys)}
+    lengths = {i: fact[3] or 0 for i, fact in enumerate(facts)}
+    strands = []
+    for strand in reference._node.strands(numbering, lengths):
+        pieces, order = pieces_of(strand.rows)
+        described: list[Part] = []
+        for piece in pieces:
+            address, origin, rank, rows = facts[piece.part]
+            whole = piece.index is None and piece.start == 0 and piece.stop == rows
+            described.append(
+                (
+                    keys[piece.part],
+                    address,
+                    None if whole else piece.start,
+                    None if whole else piece.stop,
+                    None if piece.index is None else piece.index.tobytes(),
+                    origin,
+                    rank,
+                )
+            )
+        strands.append(
+            {
+                "pieces": described,
+                "columns": [list(step) for step in strand.columns],
+                "order": None if order is None else order.tobytes(),
+            }
         )
-    )
-    rows = {key: fact[3] or 0 for key, fact in facts.items()}
-    plan: list[Part] = []
-    for segment in _tidied(reference._node.segments(rows)):
-        address, origin, rank, _ = facts[segment.key]
-        plan.append((segment.key, address, segment.start, segment.stop, origin, rank))
-    return plan
-
-
-def _tidied(segments: Sequence[Segment]) -> list[Segment]:
-    """The same rows in as few segments as possible. Each key stays: also a part without rows has its ``meta_info``."""
-    out: list[Segment] = []
-    with_rows = {segment.key for segment in segments if segment.rows}
-    hollow: set[str] = set()
-    for segment in segments:
-        if not segment.rows:
-            if segment.key in with_rows or segment.key in hollow:
-                continue
-            hollow.add(segment.key)
-        elif out and out[-1].key == segment.key and out[-1].stop == segment.start:
-            out[-1] = Segment(segment.key, out[-1].start, segment.stop)
-            continue
-        out.append(segment)
-    return out
+    return {"strands": strands, "is_batch": True}
 
 
 async def _facts(client: Client, future: Future[Any], need_rows: bool) -> tuple[str, str, int, int | None]:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from distributed import Client
+from distributed import Client, default_client, get_client, get_worker
 
-__all__ = ["client_loop", "scheduler_of"]
+from dask_controller.errors import PlacementError
+
+__all__ = ["client_loop", "current_client", "scheduler_of"]
 
 
 def client_loop(client: Client) -> asyncio.AbstractEventLoop:
@@ -26,3 +28,25 @@ def client_loop(client: Client) -> asyncio.AbstractEventLoop:
 def scheduler_of(client: Client) -> Any:
     """The remote scheduler: every attribute is a coroutine function that asks it."""
     return client.scheduler
+
+
+def current_client() -> Client:
+    """The client of this place: the worker's own inside Dask tasks and ranks, else the default one.
+
+    Raises
+    ------
+    PlacementError
+        There is none.
+    """
+    try:
+        get_worker()
+    except ValueError:
+        try:
+            return default_client()
+        except ValueError:
+            raise PlacementError(
+                "there is no Dask client: make one first (client = Client(address), or Client() for a cluster on this "
+                "machine), or pass client=. Groups never start a cluster by themselves"
+            ) from None
+    client: Client = get_client()
+    return client

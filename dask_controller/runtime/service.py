@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import pickle
 import threading
 import weakref
 from collections import deque
@@ -18,6 +19,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
 import msgpack
+import numpy as np
 from dask.sizeof import sizeof
 from distributed import Worker as DaskWorker
 from distributed import get_worker
@@ -27,7 +29,9 @@ from distributed.protocol.serialize import to_serialize
 from distributed.worker import _worker_cvar
 from distributed.worker_state_machine import FreeKeysEvent
 
+from dask_controller.errors import ControllerError
 from dask_controller.protocol.batch_data import BatchData
+from dask_controller.protocol.plan import choose_columns, take_rows
 from dask_controller.protocol.serialize import Packed, pack
 
 __all__ = [
@@ -41,6 +45,7 @@ __all__ = [
     "encode",
     "ensure_service",
     "install_service",
+    "pick_rows",
     "read_batch",
     "row_count",
     "services_in_process",
@@ -91,6 +96,17 @@ def row_count(value: Any) -> int | None:
         return len(value) if BatchData(value).is_chunkable() else None
     except Exception:
         return None
+
+
+def pick_rows(
+    value: Any, start: int | None, stop: int | None, index: bytes | None, columns: Sequence[Sequence[Any]]
+) -> Any:
+    """Some rows and columns of a batch, as views where rows are a range; the value itself where nothing is chosen."""
+    if columns:
+        value = choose_columns(value, [tuple(step) for step in columns])
+    if index is not None:
+        return take_rows(value, np.frombuffer(index, dtype=np.int64))
+    return value if start is None else value[start:stop]
 
 
 def adopt_worker(worker: DaskWorker) -> None:
@@ -363,8 +379,15 @@ class HostService:
         data = self.worker.data
         return {key: row_count(data[key]) for key in keys if key in data}
 
-    async def handle_fetch(self, key: str, start: int | None = None, stop: int | None = None) -> dict[str, Any]:
-        """The value of ``key``, or its rows ``[start, stop)``, packed."""
+    async def handle_fetch(
+        self,
+        key: str,
+        start: int | None = None,
+        stop: int | None = None,
+        index: bytes | None = None,
+        columns: Sequence[Sequence[Any]] = (),
+    ) -> dict[str, Any]:
+        """The value of ``key``, or some of its rows and columns, packed."""
         data = self.worker.data
         if key not in data:
             return {"missing": True}
@@ -372,7 +395,9 @@ class HostService:
 
         def prepare() -> dict[str, Any]:
             try:
-                return {"value": encode(pack(value if start is None else value[start:stop]))}
+                return {"value": encode(pack(pick_rows(value, start, stop, index, columns)))}
+            except ControllerError as error:
+                return {"raise": pickle.dumps(error)}
             except Exception as error:
                 return {"error": f"{type(error).__name__}: {error}"}
 

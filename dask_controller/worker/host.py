@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import pickle
 import socket
 import sys
 import threading
@@ -33,6 +34,7 @@ from dask_controller.runtime.service import (
     decode,
     encode,
     ensure_service,
+    pick_rows,
     row_count,
     services_in_process,
 )
@@ -262,30 +264,48 @@ class Rank:
             if not isinstance(error, Exception):
                 raise
 
-    async def _bring_ref(self, plan: Sequence[Sequence[Any]], method: str) -> ResolvedRef:
-        parts = await asyncio.gather(*(self._bring_part(*part, method=method) for part in plan))
-        return ResolvedRef(tuple(parts), is_batch=plan[0][2] is not None)
+    async def _bring_ref(self, plan: dict[str, Any], method: str) -> ResolvedRef:
+        async def strand(description: dict[str, Any]) -> tuple[tuple[Any, ...], bytes | None]:
+            columns = description["columns"]
+            pieces = await asyncio.gather(
+                *(self._bring_piece(*piece, columns=columns, method=method) for piece in description["pieces"])
+            )
+            return tuple(pieces), description["order"]
 
-    async def _bring_part(
-        self, key: str, address: str, start: int | None, stop: int | None, origin: str, producer: int, *, method: str
+        strands = await asyncio.gather(*(strand(description) for description in plan["strands"]))
+        return ResolvedRef(tuple(strands), plan["is_batch"])
+
+    async def _bring_piece(
+        self,
+        key: str,
+        address: str,
+        start: int | None,
+        stop: int | None,
+        index: bytes | None,
+        origin: str,
+        producer: int,
+        *,
+        columns: Sequence[Sequence[Any]],
+        method: str,
     ) -> Any:
         worker = self.service.worker
         tried = []
         for attempt in range(2):
             if key in worker.data:
-                value: Any = worker.data[key]
-                if start is None:
-                    return value
-                return value[start:stop]
+                return pick_rows(worker.data[key], start, stop, index, columns)
             if address != self.service.address:
                 tried.append(address)
                 try:
-                    answer = await worker.rpc(address).dask_controller_fetch(key=key, start=start, stop=stop)
+                    answer = await worker.rpc(address).dask_controller_fetch(
+                        key=key, start=start, stop=stop, index=index, columns=columns
+                    )
                 except OSError as error:
                     logger.info("fetching %s from %s failed: %s", key, address, error)
                     answer = {"missing": True}
                 if answer is not None and "value" in answer:
                     return decode(answer["value"])
+                if answer is not None and "raise" in answer:
+                    raise pickle.loads(answer["raise"])
                 if answer is not None and "error" in answer:
                     raise ChunkLostError(
                         f"rank {self.rank} on {self.service.address} could not get {origin} for {method}(): its host "

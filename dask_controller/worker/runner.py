@@ -13,7 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dask_controller.protocol.batch_data import BatchData
+import numpy as np
+
+from dask_controller.protocol.plan import assemble
 from dask_controller.protocol.serialize import Packed, pack, unpack
 from dask_controller.worker.context import RankContext, enter_context
 from dask_controller.worker.failure import describe_failure
@@ -26,15 +28,22 @@ CONSTRUCT = "__init__"
 
 @dataclass(frozen=True)
 class ResolvedRef:
-    """Data that a call refers to, brought to this host: parts in row order, packed or as objects."""
+    """Data that a call refers to, brought to this host: pieces in row order, packed or as objects."""
 
-    parts: tuple[Any, ...]
-    #: The parts are rows of a batch, to be joined also where there is one; else there is one part, the value itself.
+    #: Pieces, and the order of their rows as the bytes of an int64 array.
+    strands: tuple[tuple[tuple[Any, ...], bytes | None], ...]
+    #: The pieces are rows of a batch, to be joined also where there is one; else there is one, the value itself.
     is_batch: bool = False
 
     def value(self) -> Any:
-        values = [unpack(part) if isinstance(part, Packed) else part for part in self.parts]
-        return BatchData(values).concat() if self.is_batch else values[0]
+        strands = [
+            (
+                [unpack(piece) if isinstance(piece, Packed) else piece for piece in pieces],
+                None if order is None else np.frombuffer(order, dtype=np.int64),
+            )
+            for pieces, order in self.strands
+        ]
+        return assemble(strands) if self.is_batch else strands[0][0][0]
 
 
 @dataclass
