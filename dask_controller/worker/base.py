@@ -120,9 +120,10 @@ class Worker:
         return self.context.master_addr if self.context.world_size == 1 else "127.0.0.1"
 
     def get_cuda_visible_devices(self) -> str:
-        """The visible-devices variable of this process, or ``"not set"``."""
+        """The visible-devices variable of this process, or ``"not set"``. Empty where it hides every device."""
         given = self.__dict__.get("_cuda_visible_devices")
-        return os.environ.get(visible_devices_variable()) or given or "not set"
+        # An empty mask is a mask: it must not read like none.
+        return os.environ.get(visible_devices_variable(), "not set" if given is None else given)
 
     # ------------------------------------------------------------------ meshes
 
