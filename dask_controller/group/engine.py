@@ -30,7 +30,6 @@ from dask_controller.runtime import pending
 from dask_controller.runtime.channel import Channel
 from dask_controller.runtime.clients import client_loop
 from dask_controller.runtime.futures import KeptFacts, ResultInfo, attach_info
-from dask_controller.runtime.service import decode, encode
 
 __all__ = ["Engine", "Outgoing"]
 
@@ -79,11 +78,12 @@ class Outgoing:
         """Copy what still lies in the caller's memory."""
         self.values = [packed.copied() if packed.frames else packed for packed in self.values]
 
-    def encoded(self, position: int) -> Any:
+    def encoded(self, position: int, channel: Channel) -> dict[str, Any]:
         packed = self.values[position]
+        out = {"value": channel.encode(packed)}
         if packed.refs:
-            return {"value": encode(packed), "refs": self.plans[position]}
-        return encode(packed)
+            out["refs"] = self.plans[position]
+        return out
 
 
 class Engine:
@@ -334,14 +334,15 @@ class Engine:
             for entry in entries:
                 entry["args"] = [where[i] for i in entry["args"]]
                 entry["kwargs"] = {name: where[i] for name, i in entry["kwargs"].items()}
+            channel = self.channels[address]
             message: dict[str, Any] = {
                 "id": call.call_id,
-                "values": [outgoing.encoded(i) for i in needed],
+                "values": [outgoing.encoded(i, channel) for i in needed],
                 "calls": entries,
             }
             if ack:
                 message["ack"] = True
-            self.channels[address].send(message)
+            channel.send(message)
 
     def on_message(self, message: dict[str, Any]) -> None:
         """A host's answer."""
@@ -358,7 +359,8 @@ class Engine:
                 partial(call.lose, {rank: self.hosts[rank]}, "the rank has ended on its host", self._fail_future),
             )
             return
-        value = decode(message["value"]) if "value" in message else None
+        channel = self.channels.get(self.hosts[rank])
+        value = channel.decode(message["value"]) if "value" in message and channel is not None else None
         facts = message.get("kept")
         kept = None if facts is None else KeptFacts(facts["nbytes"], facts["rows"], facts["type"])
         call.answer(rank, value, kept, message.get("failure"), self._fail_future)

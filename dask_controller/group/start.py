@@ -17,7 +17,7 @@ from typing import Any
 
 from distributed import Client, Future
 
-from dask_controller.config import get_port_range, get_route, get_seconds
+from dask_controller.config import get_nbytes, get_port_range, get_route, get_seconds
 from dask_controller.errors import (
     GroupStartTimeoutError,
     InsufficientResourcesError,
@@ -282,6 +282,7 @@ async def _open_channels(members: Members) -> None:
                     engine.host_lost,
                     route=route,
                     timeout_s=timeout_s,
+                    shared_memory_nbytes=get_nbytes("shared-memory-limit"),
                 )
                 for address in addresses
             )
@@ -324,6 +325,7 @@ def _rendezvous(members: Members, master_addr: str | None, master_port: int | No
 def _construct(members: Members, cia: DaskClassWithInitArgs, worker_env: Mapping[str, str], deadline: float) -> None:
     engine = members.engine
     ranks = list(range(engine.world_size))
+    shared_memory_nbytes = get_nbytes("shared-memory-limit")
     contexts = [
         asdict(
             RankContext(
@@ -339,6 +341,7 @@ def _construct(members: Members, cia: DaskClassWithInitArgs, worker_env: Mapping
                 worker_env=dict(worker_env),
             )
         )
+        | {"shared_memory_nbytes": shared_memory_nbytes}
         for rank, slot in enumerate(members.slots)
     ]
     n = len(ranks)

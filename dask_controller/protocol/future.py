@@ -10,12 +10,14 @@ from __future__ import annotations
 import asyncio
 import pickle
 from collections.abc import Callable, Generator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from distributed import Client, Future
 
+from dask_controller.config import get_nbytes
 from dask_controller.errors import (
     ChunkError,
     ChunkLostError,
@@ -43,7 +45,8 @@ from dask_controller.protocol.serialize import Packed, unpack
 from dask_controller.runtime.channel import call_host
 from dask_controller.runtime.clients import client_loop, current_client
 from dask_controller.runtime.futures import ResultInfo, info_of, locate, wait_done
-from dask_controller.runtime.service import decode, install_service, pick_rows
+from dask_controller.runtime.service import install_service, pick_rows
+from dask_controller.runtime.shm import Link, fetch_link
 
 __all__ = ["DataProtoFuture", "plan_reference"]
 
@@ -541,15 +544,23 @@ def _split_plan(plan: dict[str, Any]) -> list[dict[str, Any]]:
 async def _fetch_piece(client: Client, piece: Sequence[Any], columns: Sequence[Any], route: str) -> Packed:
     key, address, start, stop, index, origin, rank = piece
     tried: set[str] = set()
-    for _ in range(2):
+    # Through the scheduler there is no telling which machine the host is on.
+    limit = get_nbytes("shared-memory-limit") if route == "direct" else 0
+    for _ in range(3):
+        request = {"key": key, "start": start, "stop": stop, "index": index, "columns": columns}
+        if limit:
+            request["hello"] = {**Link(limit).hello(), "limit": limit}
         try:
-            answer = await call_host(
-                client, address, "fetch", route=route, key=key, start=start, stop=stop, index=index, columns=columns
-            )
+            answer = await call_host(client, address, "fetch", route=route, **request)
         except OSError:
             answer = {"missing": True}
         if "value" in answer:
-            packed = decode(answer["value"])
+            release = partial(_release, client, address, limit)
+            try:
+                packed = fetch_link(limit, asyncio.get_running_loop(), release).decode(answer["value"])
+            except OSError:
+                limit = 0  # that host's memory cannot be opened from here
+                continue
             return packed.copied() if address.startswith("inproc://") else packed
         if "raise" in answer:
             raise pickle.loads(answer["raise"])
@@ -570,6 +581,10 @@ async def _fetch_piece(client: Client, piece: Sequence[Any], columns: Sequence[A
         rank,
         address,
     )
+
+
+async def _release(client: Client, address: str, limit: int, segment: int) -> None:
+    await call_host(client, address, "release", route="direct", segments=[segment], limit=limit)
 
 
 async def plan_reference(client: Client, reference: Future[Any] | DataProtoFuture) -> dict[str, Any]:

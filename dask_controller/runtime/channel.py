@@ -10,6 +10,7 @@ Everything here runs on the client's event loop.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import uuid
 from collections.abc import Callable
@@ -18,8 +19,10 @@ from typing import Any, Protocol
 from distributed import Client
 from distributed.comm.core import Comm, CommClosedError, connect
 
+from dask_controller.protocol.serialize import Packed
 from dask_controller.runtime.clients import scheduler_of
 from dask_controller.runtime.service import Outbox, read_batch
+from dask_controller.runtime.shm import Link
 
 __all__ = ["Channel", "DirectChannel", "SchedulerChannel", "call_host", "open_channel"]
 
@@ -39,6 +42,12 @@ class Channel(Protocol):
     def shares_memory(self) -> bool:
         """Whether received buffers are the host's own memory."""
 
+    def encode(self, packed: Packed) -> Any:
+        """The form in which a value travels to this host."""
+
+    def decode(self, value: Any) -> Packed:
+        """A value that this host sent."""
+
     async def close(self) -> None:
         """End the conversation; not a loss."""
 
@@ -54,9 +63,13 @@ class DirectChannel:
         comm: Comm,
         on_message: Callable[[dict[str, Any]], None],
         on_lost: Callable[[str, str], None],
+        link: Link,
     ) -> None:
         self.address = address
+        self.link = link
+        link.give_back = self._give_back
         self._comm = comm
+        self._loop = asyncio.get_running_loop()
         self._outbox = Outbox(comm)
         self._on_message = on_message
         self._on_lost = on_lost
@@ -72,20 +85,33 @@ class DirectChannel:
         on_message: Callable[[dict[str, Any]], None],
         on_lost: Callable[[str, str], None],
         timeout_s: float,
+        shared_memory_nbytes: int,
     ) -> DirectChannel:
         comm = await connect(address, timeout=timeout_s, **client.connection_args)
+        link = Link(shared_memory_nbytes)
         try:
             comm.name = "dask-controller"
             await comm.write(
-                {"op": "dask_controller_channel", "session_id": uuid.uuid4().hex, "group_id": group_id, "reply": False}
+                {
+                    "op": "dask_controller_channel",
+                    "session_id": uuid.uuid4().hex,
+                    "group_id": group_id,
+                    "hello": {**link.hello(), "limit": shared_memory_nbytes},
+                    "reply": False,
+                }
             )
             answer = await asyncio.wait_for(comm.read(), timeout_s)
-            if answer != "OK":
+            if "node" not in answer:
                 raise OSError(f"host {address} answered {answer!r}")
+            link.meet(answer)
+            if answer["reads"] and link.peer is None:
+                await comm.write([{"free": [], "off": True}])
+            elif not answer["reads"]:
+                link.peer = None
         except BaseException:
             comm.abort()
             raise
-        return cls(address, comm, on_message, on_lost)
+        return cls(address, comm, on_message, on_lost, link)
 
     @property
     def shares_memory(self) -> bool:
@@ -94,12 +120,29 @@ class DirectChannel:
     def send(self, message: dict[str, Any]) -> None:
         self._outbox.send(message)
 
+    def encode(self, packed: Packed) -> Any:
+        return self.link.encode(packed)
+
+    def decode(self, value: Any) -> Packed:
+        return self.link.decode(value)
+
+    def _give_back(self, segment: int) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and the host's memory with its process
+            self._loop.call_soon_threadsafe(self._send_free, segment)
+
+    def _send_free(self, segment: int) -> None:
+        if not self._closing:
+            self.send({"free": [segment]})
+
     async def _read(self) -> None:
         reason = "the connection was closed"
         try:
             while True:
                 for message in read_batch(await self._comm.read()):
-                    self._on_message(message)
+                    if "free" in message:
+                        self.link.free(message["free"])
+                    else:
+                        self._on_message(message)
         except (OSError, CommClosedError) as error:
             reason = str(error) or reason
         except asyncio.CancelledError:
@@ -144,11 +187,18 @@ class SchedulerChannel:
         self._number = 0
         self._pending: list[dict[str, Any]] = []
         self._writer: asyncio.Task[None] | None = None
+        self._link = Link(0)
         self._poller = asyncio.ensure_future(self._poll())
 
     @property
     def shares_memory(self) -> bool:
         return self.address.startswith("inproc://")
+
+    def encode(self, packed: Packed) -> Any:
+        return self._link.encode(packed)
+
+    def decode(self, value: Any) -> Packed:
+        return self._link.decode(value)
 
     async def _request(self, op: str, **fields: Any) -> Any:
         return await scheduler_of(self._client).proxy(
@@ -209,13 +259,16 @@ async def open_channel(
     *,
     route: str,
     timeout_s: float,
+    shared_memory_nbytes: int = 0,
 ) -> Channel:
     """Open a channel by ``route``: ``"direct"``, ``"scheduler"``, or ``"auto"`` (direct where the host answers)."""
     if route == "auto":
         route = "scheduler" if client.direct_to_workers is False else "auto"
     if route != "scheduler":
         try:
-            return await DirectChannel.open(client, address, group_id, on_message, on_lost, timeout_s)
+            return await DirectChannel.open(
+                client, address, group_id, on_message, on_lost, timeout_s, shared_memory_nbytes
+            )
         except (OSError, asyncio.TimeoutError) as error:
             if route == "direct":
                 raise

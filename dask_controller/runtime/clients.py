@@ -42,11 +42,12 @@ def current_client() -> Client:
         get_worker()
     except ValueError:
         try:
-            return default_client()
+            client: Client = default_client()
+            return client
         except ValueError:
             raise PlacementError(
                 "there is no Dask client: make one first (client = Client(address), or Client() for a cluster on this "
                 "machine), or pass client=. Groups never start a cluster by themselves"
             ) from None
-    client: Client = get_client()
+    client = get_client()
     return client

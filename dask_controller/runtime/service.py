@@ -25,14 +25,14 @@ from distributed import Worker as DaskWorker
 from distributed import get_worker
 from distributed.comm.core import Comm, CommClosedError
 from distributed.core import Status
-from distributed.protocol.serialize import to_serialize
 from distributed.worker import _worker_cvar
 from distributed.worker_state_machine import FreeKeysEvent
 
 from dask_controller.errors import ControllerError
 from dask_controller.protocol.batch_data import BatchData
 from dask_controller.protocol.plan import choose_columns, take_rows
-from dask_controller.protocol.serialize import Packed, pack
+from dask_controller.protocol.serialize import pack
+from dask_controller.runtime.shm import Link, own_pool
 
 __all__ = [
     "HostService",
@@ -41,8 +41,6 @@ __all__ = [
     "RankLike",
     "Session",
     "adopt_worker",
-    "decode",
-    "encode",
     "ensure_service",
     "install_service",
     "pick_rows",
@@ -78,16 +76,6 @@ class RankLike(Protocol):
     def receive(self, call: dict[str, Any], session: Session) -> None: ...
 
     def status(self) -> dict[str, Any]: ...
-
-
-def encode(packed: Packed) -> Any:
-    """The form in which a packed value travels inside a message: bare bytes where it has no buffers."""
-    return to_serialize(packed) if packed.frames else packed.header
-
-
-def decode(value: Any) -> Packed:
-    """Undo :func:`encode` after the message was read."""
-    return value if isinstance(value, Packed) else Packed(bytes(value), [], [])
 
 
 def row_count(value: Any) -> int | None:
@@ -164,6 +152,8 @@ class Session:
         self.session_id = session_id
         self.group_id = group_id
         self.closed = False
+        #: Hand-over by memory; without effect until the controller turns out to share this machine.
+        self.link = Link(0, self._give_back)
         self._outbox: Outbox | None = None
         self._mailbox: deque[Any] = deque()
         self._mail = asyncio.Event()
@@ -185,6 +175,9 @@ class Session:
             self._mailbox.append(message)
             self._mail.set()
 
+    def _give_back(self, segment: int) -> None:
+        self.send_threadsafe({"free": [segment]})
+
     def send_threadsafe(self, message: dict[str, Any]) -> None:
         """Queue a message to the controller from any thread."""
         self.service.call_soon(self.send, message)
@@ -193,10 +186,12 @@ class Session:
         for message in messages:
             self.service.deliver(self, message)
 
-    async def run(self, comm: Comm) -> None:
+    async def run(self, comm: Comm, hello: dict[str, Any]) -> None:
         self._outbox = Outbox(comm)
+        self.link = Link(hello["limit"], self._give_back)
+        self.link.meet(hello)
         try:
-            await comm.write("OK")
+            await comm.write({**self.link.hello(), "reads": self.link.peer is not None})
             while True:
                 self.deliver(read_batch(await comm.read()))
         except (OSError, CommClosedError):
@@ -269,6 +264,7 @@ class HostService:
                 "dask_controller_end": self.handle_end,
                 "dask_controller_fetch": self.handle_fetch,
                 "dask_controller_rows": self.handle_rows,
+                "dask_controller_release": self.handle_release,
                 "dask_controller_free": self.handle_free,
                 "dask_controller_status": self.handle_status,
                 "dask_controller_wait_lease": self.handle_wait_lease,
@@ -300,6 +296,11 @@ class HostService:
     # ------------------------------------------------------------------ messages
 
     def deliver(self, session: Session, message: dict[str, Any]) -> None:
+        if "free" in message:
+            session.link.free(message["free"])
+            if message.get("off"):
+                session.link.peer = None
+            return
         if message.get("ack"):
             session.send({"id": message["id"], "ack": True, "rank": message["calls"][0]["rank"]})
         for call in message["calls"]:
@@ -311,10 +312,10 @@ class HostService:
             else:
                 rank.receive(call, session)
 
-    async def handle_channel(self, comm: Comm, session_id: str, group_id: str) -> Status:
+    async def handle_channel(self, comm: Comm, session_id: str, group_id: str, hello: dict[str, Any]) -> Status:
         session = Session(self, session_id, group_id)
         self.sessions[session_id] = session
-        await session.run(comm)
+        await session.run(comm, hello)
         return Status.dont_reply
 
     async def handle_submit(
@@ -374,6 +375,11 @@ class HostService:
         self.free(keys)
         return "OK"
 
+    async def handle_release(self, segments: Sequence[int], limit: int) -> str:
+        """A process that fetched by memory has let go of it."""
+        own_pool(limit).release(segments)
+        return "OK"
+
     async def handle_rows(self, keys: Sequence[str]) -> dict[str, int | None]:
         """Rows of each key that is here; keys that are not here are left out."""
         data = self.worker.data
@@ -386,8 +392,12 @@ class HostService:
         stop: int | None = None,
         index: bytes | None = None,
         columns: Sequence[Sequence[Any]] = (),
+        hello: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """The value of ``key``, or some of its rows and columns, packed."""
+        """The value of ``key``, or some of its rows and columns, packed; by memory where ``hello`` allows it."""
+        link = Link(0 if hello is None else hello["limit"])
+        if hello is not None:
+            link.meet(hello)
         data = self.worker.data
         if key not in data:
             return {"missing": True}
@@ -395,7 +405,7 @@ class HostService:
 
         def prepare() -> dict[str, Any]:
             try:
-                return {"value": encode(pack(pick_rows(value, start, stop, index, columns)))}
+                return {"value": link.encode(pack(pick_rows(value, start, stop, index, columns)))}
             except ControllerError as error:
                 return {"raise": pickle.dumps(error)}
             except Exception as error:

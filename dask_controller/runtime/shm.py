@@ -12,6 +12,7 @@ limit reached. The caller then sends the bytes as it always could.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import mmap
@@ -20,15 +21,16 @@ import sys
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import numpy as np
+from distributed.protocol.serialize import to_serialize
 
 from dask_controller.protocol.serialize import Packed
 
-__all__ = ["SegmentPool", "attach", "node_token", "own_pool", "process_token"]
+__all__ = ["Link", "SegmentPool", "attach", "fetch_link", "node_token", "own_pool", "process_token"]
 
 #: Values with fewer bytes in buffers travel in the message: the detour would not pay.
 MIN_BYTES = 1 << 20
@@ -106,6 +108,7 @@ class SegmentPool:
     _numbers: Any = field(default_factory=itertools.count)
     _clock: Any = field(default_factory=itertools.count)
     _pid: int = field(default_factory=os.getpid)
+    _probe: int | None = None
 
     @property
     def nbytes(self) -> int:
@@ -157,6 +160,16 @@ class SegmentPool:
             "sizes": sizes,
         }
 
+    def probe(self) -> tuple[int, int] | None:
+        """Descriptor and inode of a page by which others find out whether they can open this process's memory."""
+        with self._lock:
+            if self._probe is None:
+                try:
+                    self._probe = os.memfd_create("dask-controller-probe", os.MFD_CLOEXEC)
+                except OSError:
+                    return None
+            return self._probe, os.fstat(self._probe).st_ino
+
     def release(self, numbers: Sequence[int]) -> None:
         """The receiver has let go of these segments."""
         with self._lock:
@@ -171,6 +184,9 @@ class SegmentPool:
         with self._lock:
             for segment in list(self._segments.values()):
                 self._drop(segment)
+            if self._probe is not None:
+                os.close(self._probe)
+                self._probe = None
 
     def _take(self, nbytes: int, receiver: tuple[int, str]) -> _Segment | None:
         with self._lock:
@@ -240,6 +256,77 @@ def own_pool(limit_nbytes: int) -> SegmentPool:
         return _own
 
 
+class Link:
+    """Hand-over of values to and from one other process, by memory where that pays and is possible.
+
+    Parameters
+    ----------
+    limit_nbytes : int
+        See :class:`SegmentPool`; 0 turns the way by memory off.
+    give_back : callable
+        Tells the other process, from any thread, that a segment of its own is free again.
+    """
+
+    def __init__(self, limit_nbytes: int, give_back: Callable[[int], None] = lambda segment: None) -> None:
+        self.limit_nbytes = limit_nbytes
+        self.give_back = give_back
+        #: The other process, once both are known to share memory.
+        self.peer: tuple[int, str] | None = None
+
+    def hello(self) -> dict[str, Any]:
+        """What the other process needs to know of this one."""
+        pid, started = process_token()
+        node = node_token() if self.limit_nbytes > 0 else None
+        probe = None if node is None else own_pool(self.limit_nbytes).probe()
+        return {"node": node, "pid": pid, "started": started, "probe": probe}
+
+    def meet(self, hello: dict[str, Any]) -> None:
+        """Take the other's :meth:`hello`, and try whether its memory can be opened from here."""
+        mine = self.hello()
+        if mine["node"] is None or hello["node"] != mine["node"] or hello["pid"] == mine["pid"]:
+            return
+        try:
+            # A hardened kernel may refuse although all identities agree.
+            os.close(_open(hello["pid"], *hello["probe"]))
+        except (OSError, TypeError):
+            return
+        self.peer = (hello["pid"], hello["started"])
+
+    def encode(self, packed: Packed) -> Any:
+        """The form in which ``packed`` travels to the other process."""
+        if self.peer is not None and packed.frames:
+            description = own_pool(self.limit_nbytes).write(packed, self.peer)
+            if description is not None:
+                return {"shm": description}
+        return to_serialize(packed) if packed.frames else packed.header
+
+    def decode(self, value: Any) -> Packed:
+        """Undo :meth:`encode` of the other process."""
+        if isinstance(value, Packed):
+            return value
+        if isinstance(value, dict):
+            return attach(value["shm"], self.give_back)
+        return Packed(bytes(value), [], [])
+
+    def free(self, numbers: Sequence[int]) -> None:
+        """The other process has given segments of this one back."""
+        own_pool(self.limit_nbytes).release(numbers)
+
+
+def fetch_link(limit_nbytes: int, loop: asyncio.AbstractEventLoop, release: Callable[[int], Awaitable[Any]]) -> Link:
+    """A link for one fetched value: ``release`` is awaited on ``loop`` when the last view on a segment is gone."""
+
+    async def quietly(segment: int) -> None:
+        with contextlib.suppress(OSError):  # the producer is gone, and its memory with it
+            await release(segment)
+
+    def give_back(segment: int) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(lambda: asyncio.ensure_future(quietly(segment)))
+
+    return Link(limit_nbytes, give_back)
+
+
 # ---------------------------------------------------------------------- the receiving side
 
 _attached: OrderedDict[tuple[int, str, int, int], mmap.mmap] = OrderedDict()
@@ -279,6 +366,15 @@ def attach(description: dict[str, Any], on_release: Callable[[int], None]) -> Pa
     return Packed(description["header"], frames)
 
 
+def _open(pid: int, number: int, inode: int) -> int:
+    """Open the memory behind a descriptor of another process."""
+    fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+    if os.fstat(fd).st_ino != inode:
+        os.close(fd)
+        raise OSError(f"process {pid} has closed that memory")
+    return fd
+
+
 def _mapping(description: dict[str, Any]) -> mmap.mmap:
     key = (description["pid"], description["started"], description["fd"], description["inode"])
     with _attached_lock:
@@ -286,10 +382,8 @@ def _mapping(description: dict[str, Any]) -> mmap.mmap:
         if memory is not None:
             _attached.move_to_end(key)
             return memory
-        fd = os.open(f"/proc/{description['pid']}/fd/{description['fd']}", os.O_RDWR | os.O_CLOEXEC)
+        fd = _open(description["pid"], description["fd"], description["inode"])
         try:
-            if os.fstat(fd).st_ino != description["inode"]:
-                raise OSError(f"process {description['pid']} has closed the segment")
             memory = mmap.mmap(fd, description["size"])
         finally:
             os.close(fd)

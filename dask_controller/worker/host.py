@@ -31,13 +31,12 @@ from dask_controller.runtime.service import (
     Lease,
     Session,
     adopt_worker,
-    decode,
-    encode,
     ensure_service,
     pick_rows,
     row_count,
     services_in_process,
 )
+from dask_controller.runtime.shm import Link, fetch_link
 from dask_controller.worker.context import EnvironmentPatch, RankContext
 from dask_controller.worker.executor import InlineExecutor
 from dask_controller.worker.failure import describe_failure
@@ -101,6 +100,8 @@ class Rank:
         self._environment: EnvironmentPatch | None = None
         self._port_guard: PortGuard | None = None
         self._state = "made"
+        #: The controller's setting; 0 for one on another machine, which says nothing about other hosts on this one.
+        self.shared_memory_nbytes = 0
         self._closers: list[tuple[Session, int]] = []
         self._ended = False
         self._lock = threading.Lock()
@@ -191,10 +192,10 @@ class Rank:
             self._configure(call["context"])
         values = call["values"]
         refs: ConcurrentFuture[list[list[ResolvedRef]]] | None = None
-        if any(value.get("refs") for value in values if isinstance(value, dict)):
+        if any(value.get("refs") for value in values):
             refs = ConcurrentFuture()
             self.service.run_coroutine(self._bring(call, values, refs))
-        packed = [decode(value["value"] if isinstance(value, dict) else value) for value in values]
+        packed = [session.link.decode(value["value"]) for value in values]
         work = Work(
             call_id=call_id,
             method=method,
@@ -211,6 +212,7 @@ class Rank:
         self._executor.submit(work, refs)
 
     def _configure(self, context: dict[str, Any]) -> None:
+        self.shared_memory_nbytes = context.pop("shared_memory_nbytes")
         self._context = replace(RankContext(**context), host=self.service.address)
         self._state = "ready"
         if len(services_in_process()) == 1:
@@ -227,7 +229,7 @@ class Rank:
 
         try:
             self._port_guard, port = reserve_port(call["context"].get("ports"))
-            answer: dict[str, Any] = {"value": encode(pack((_host_ip(self.service.address), port)))}
+            answer: dict[str, Any] = {"value": session.link.encode(pack((_host_ip(self.service.address), port)))}
         except OSError as error:
             answer = {"failure": describe_failure(error)}
         session.send({"id": call["id"], "rank": self.rank, **answer})
@@ -249,14 +251,14 @@ class Rank:
             }
         elif outcome.packed is not None:
             packed = outcome.packed.copied() if session.shares_memory else outcome.packed
-            message["value"] = encode(packed)
+            message["value"] = session.link.encode(packed)
         session.send(message)
 
     async def _bring(
         self, call: dict[str, Any], values: Sequence[Any], refs: ConcurrentFuture[list[list[ResolvedRef]]]
     ) -> None:
         try:
-            plans = [value.get("refs") or () if isinstance(value, dict) else () for value in values]
+            plans = [value.get("refs") or () for value in values]
             resolved = [[await self._bring_ref(plan, call["method"]) for plan in of_value] for of_value in plans]
             refs.set_result(resolved)
         except BaseException as error:
@@ -290,20 +292,26 @@ class Rank:
     ) -> Any:
         worker = self.service.worker
         tried = []
-        for attempt in range(2):
+        for attempt in range(3):
             if key in worker.data:
                 return pick_rows(worker.data[key], start, stop, index, columns)
             if address != self.service.address:
                 tried.append(address)
                 try:
                     answer = await worker.rpc(address).dask_controller_fetch(
-                        key=key, start=start, stop=stop, index=index, columns=columns
+                        key=key, start=start, stop=stop, index=index, columns=columns, hello=self._hello()
                     )
                 except OSError as error:
                     logger.info("fetching %s from %s failed: %s", key, address, error)
                     answer = {"missing": True}
                 if answer is not None and "value" in answer:
-                    return decode(answer["value"])
+                    try:
+                        return self._fetched(address, answer["value"])
+                    except OSError:
+                        # That host's memory cannot be opened from here; ask again for the bytes.
+                        self.shared_memory_nbytes = 0
+                        tried.pop()
+                        continue
                 if answer is not None and "raise" in answer:
                     raise pickle.loads(answer["raise"])
                 if answer is not None and "error" in answer:
@@ -315,7 +323,7 @@ class Rank:
                         producer,
                         address,
                     )
-            if attempt == 0:
+            if attempt < 2:
                 # Dask may have moved the key (rebalance, a retiring host).
                 who_has = await worker.scheduler.who_has(keys=[key])
                 address = next((a for a in who_has.get(key, ()) if a not in tried), address)
@@ -327,6 +335,18 @@ class Rank:
             producer,
             address,
         )
+
+    def _hello(self) -> dict[str, Any]:
+        limit = self.shared_memory_nbytes
+        return {**Link(limit).hello(), "limit": limit}
+
+    def _fetched(self, address: str, value: Any) -> Any:
+        worker, limit = self.service.worker, self.shared_memory_nbytes
+
+        async def release(segment: int) -> None:
+            await worker.rpc(address).dask_controller_release(segments=[segment], limit=limit)
+
+        return fetch_link(limit, self.service.loop, release).decode(value)
 
     # ------------------------------------------------------------------ end and state
 
@@ -364,7 +384,7 @@ _claims = threading.Lock()
 def encode_none() -> Any:
     from dask_controller.protocol.serialize import pack
 
-    return encode(pack(None))
+    return pack(None).header
 
 
 def _process_group_exists() -> bool:
