@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import multiprocessing
 import os
 import pickle
 import socket
@@ -106,6 +107,7 @@ class Rank:
         self._ended = False
         self._lock = threading.Lock()
         self._had_process_group = False
+        self._was_daemon = False
         self._lease: Lease | None = None
         self._claim()
         try:
@@ -148,6 +150,7 @@ class Rank:
     def _prepare(self) -> None:
         adopt_worker(self.service.worker)
         self._had_process_group = _process_group_exists()
+        self._was_daemon = _set_daemon(False)
 
     def _on_end(self) -> None:
         try:
@@ -159,6 +162,8 @@ class Rank:
         except Exception:
             logger.warning("could not destroy the process group of rank %d", self.rank, exc_info=True)
         finally:
+            if self._was_daemon:
+                _set_daemon(True)
             if self._environment is not None:
                 self._environment.restore()
             if self._port_guard is not None:
@@ -385,6 +390,19 @@ def encode_none() -> Any:
     from dask_controller.protocol.serialize import pack
 
     return pack(None).header
+
+
+def _set_daemon(daemon: bool) -> bool:
+    """Say whether this process counts as a daemon; returns whether it did.
+
+    Nannies start hosts as daemons, which multiprocessing forbids children of their own: a DataLoader with workers would
+    fail on a rank. The flag has no other use in the process itself, and the public setter refuses once it has started.
+    """
+    config: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    before = bool(config.get("daemon"))
+    if before != daemon:
+        config["daemon"] = daemon
+    return before
 
 
 def _process_group_exists() -> bool:
