@@ -101,6 +101,8 @@ class Call:
         #: Set when every host has taken the arguments off the controller's memory.
         self.accepted: ConcurrentFuture[None] = ConcurrentFuture()
         self._unaccepted = set(hosts.values())
+        #: Address to bytes of arguments that the host holds until the call is over.
+        self.in_flight: dict[str, int] = {}
         #: Objects that must live until the call is over, such as the futures it reads.
         self.keep: list[Any] = []
 

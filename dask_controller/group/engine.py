@@ -24,66 +24,21 @@ from distributed import Client, Future
 from dask_controller.config import get_nbytes, get_seconds
 from dask_controller.errors import GroupClosedError, RankError, RankTimeoutError
 from dask_controller.group.call import Call, lost_error
-from dask_controller.protocol.future import DataProtoFuture, plan_reference
-from dask_controller.protocol.serialize import Packed, pack, unpack
+from dask_controller.group.flow import Flow
+from dask_controller.group.outgoing import Outgoing
+from dask_controller.protocol.future import plan_reference
+from dask_controller.protocol.serialize import unpack
 from dask_controller.runtime import pending
-from dask_controller.runtime.channel import Channel
+from dask_controller.runtime.channel import Channel, call_host
 from dask_controller.runtime.clients import client_loop
 from dask_controller.runtime.futures import KeptFacts, ResultInfo, attach_info
 
-__all__ = ["Engine", "Outgoing"]
+__all__ = ["Engine"]
 
 logger = logging.getLogger(__name__)
 
 #: The user's thread looks this often whether the client is still there, in seconds.
 _CLIENT_CHECK_S = 1.0
-
-
-def _is_reference(value: object) -> bool:
-    return isinstance(value, (Future, DataProtoFuture))
-
-
-class Outgoing:
-    """The packed arguments of one call: each distinct object once."""
-
-    def __init__(self, materialize: bool) -> None:
-        self._is_ref = _is_reference if materialize else None
-        self._index: dict[int, int] = {}
-        self._alive: list[Any] = []
-        self.values: list[Packed] = []
-        #: For each value, where its references lie; filled in before sending.
-        self.plans: list[list[Any]] = []
-
-    def add(self, value: Any) -> int:
-        """Pack ``value`` unless this very object is packed already; returns its position."""
-        position = self._index.get(id(value))
-        if position is None:
-            position = self._index[id(value)] = len(self.values)
-            # ids are unique only among living objects.
-            self._alive.append(value)
-            self.values.append(pack(value, is_ref=self._is_ref))
-            self.plans.append([])
-        return position
-
-    @property
-    def nbytes_shared(self) -> int:
-        """Bytes that still lie in the caller's own memory."""
-        return sum(packed.nbytes for packed in self.values if packed.frames)
-
-    @property
-    def has_references(self) -> bool:
-        return any(packed.refs for packed in self.values)
-
-    def own(self) -> None:
-        """Copy what still lies in the caller's memory."""
-        self.values = [packed.copied() if packed.frames else packed for packed in self.values]
-
-    def encoded(self, position: int, channel: Channel) -> dict[str, Any]:
-        packed = self.values[position]
-        out = {"value": channel.encode(packed)}
-        if packed.refs:
-            out["refs"] = self.plans[position]
-        return out
 
 
 class Engine:
@@ -118,6 +73,7 @@ class Engine:
         self._pump: asyncio.Task[None] | None = None
         self._grace_s = get_seconds("failure-grace") or 0.0
         self._inline_limit = get_nbytes("inline-limit")
+        self.flow = Flow(get_nbytes("bytes-in-flight"), self._inline_limit, get_seconds("paused-timeout") or 0.0)
 
     @property
     def world_size(self) -> int:
@@ -168,18 +124,24 @@ class Engine:
         RankLostError, GroupClosedError
             The group cannot be used any more.
         """
-        self._check_usable(method)
+        self.check_usable(method)
         outgoing = Outgoing(materialize)
         positions = [[outgoing.add(per_rank[i]) for per_rank in args] for i in range(len(ranks))]
         named = [{name: outgoing.add(per_rank[i]) for name, per_rank in kwargs.items()} for i in range(len(ranks))]
         mask = list(collect) if collect is not None else [True] * len(ranks)
         hosts = {rank: self.hosts[rank] for rank in ranks}
-        must_own = not blocking and outgoing.nbytes_shared > 0
-        wait_accept = must_own and outgoing.nbytes_shared > self._inline_limit
-        if must_own and (not wait_accept or self._waiting or self._shares_memory(hosts.values())):
-            # The caller may write to its tensors as soon as the call returns.
-            outgoing.own()
-            wait_accept = False
+        needed: dict[str, list[int]] = {}
+        for i, rank in enumerate(ranks):
+            mine = needed.setdefault(self.hosts[rank], [])
+            mine += [p for p in (*positions[i], *named[i].values()) if p not in mine]
+        sizes = {address: outgoing.nbytes_of(needed[address]) for address in needed}
+        in_flight = self.flow.admit(sizes, lambda: self.check_usable(method), partial(self._refused, method))
+        try:
+            wait_accept = self._encode(outgoing, needed, blocking)
+        except BaseException:
+            self.flow.dismiss(in_flight)
+            outgoing.discard()
+            raise
         with self._issue_lock:
             call_id = next(self._ids)
             infos: dict[int, ResultInfo] = {}
@@ -187,13 +149,15 @@ class Engine:
             if not blocking:
                 infos, futures = self._make_futures(call_id, method, ranks, mask)
             call = Call(call_id, method, self.name, hosts, infos)
+            call.in_flight = in_flight
             calls = []
             for i, rank in enumerate(ranks):
+                where = {p: k for k, p in enumerate(needed[self.hosts[rank]])}
                 entry: dict[str, Any] = {
                     "rank": rank,
                     "method": method,
-                    "args": positions[i],
-                    "kwargs": named[i],
+                    "args": [where[p] for p in positions[i]],
+                    "kwargs": {name: where[p] for name, p in named[i].items()},
                     "out": ("send" if blocking else "keep") if mask[i] else "drop",
                 }
                 if rank in infos:
@@ -205,6 +169,17 @@ class Engine:
         if wait_accept:
             self._wait(call.accepted, call, None)
         return call, futures
+
+    def _encode(self, outgoing: Outgoing, needed: Mapping[str, Sequence[int]], blocking: bool) -> bool:
+        """Make the arguments ready; returns whether the caller must wait until the hosts have read them."""
+        outgoing.encode(needed, self.channels)
+        if blocking or not (borrowed := outgoing.nbytes_borrowed):
+            return False
+        # The caller may write to its tensors as soon as a non-blocking call returns.
+        if borrowed > self._inline_limit and not self._waiting and not self._shares_memory(needed):
+            return True
+        outgoing.own(self.channels)
+        return False
 
     def _make_futures(
         self, call_id: int, method: str, ranks: Sequence[int], mask: Sequence[bool]
@@ -223,7 +198,28 @@ class Engine:
         pending.announce(self.client, [info.key for info in infos.values()])
         return infos, futures
 
-    def _check_usable(self, method: str) -> None:
+    def _refused(self, method: str, host: str, waited_s: float) -> RankTimeoutError:
+        return RankTimeoutError(
+            f"{method}() of group {self.name!r} was not sent: host {host} has been paused for {waited_s:.0f} s because "
+            "its memory is nearly full, and takes no more data. Free memory there (drop futures, smaller batches), "
+            "raise its memory_limit, or wait longer with controller.paused-timeout",
+            method,
+            waited_s,
+            (),
+            [rank for rank, address in enumerate(self.hosts) if address == host],
+        )
+
+    async def watch_paused(self) -> None:
+        """Ask paused hosts whether they still are. Runs on the client's event loop."""
+        for address in self.flow.paused():
+            try:
+                answer = await call_host(self.client, address, "paused", route=self.route)
+            except OSError:
+                continue  # its loss is noticed elsewhere
+            if not answer:
+                self.flow.resume(address)
+
+    def check_usable(self, method: str) -> None:
         if self.closed:
             raise GroupClosedError(f"{method}() was called on group {self.name!r}, which is closed; make a new group")
         if self.client.status not in ("running", "connecting"):
@@ -301,6 +297,7 @@ class Engine:
                 try:
                     await self._plan(call, outgoing)
                 except Exception as error:
+                    outgoing.discard()
                     self._finish_call(call, partial(call.abandon, error, self._fail_future))
                 else:
                     self._transmit(call, outgoing, calls, ack)
@@ -323,26 +320,21 @@ class Engine:
                 if self.lost
                 else GroupClosedError(f"group {self.name!r} was closed before {call.method}() was sent")
             )
+            outgoing.discard()
             self._finish_call(call, partial(call.abandon, error, self._fail_future))
             return
         by_host: dict[str, list[dict[str, Any]]] = {}
         for entry in calls:
             by_host.setdefault(self.hosts[entry["rank"]], []).append(entry)
         for address, entries in by_host.items():
-            needed = sorted({i for e in entries for i in itertools.chain(e["args"], e["kwargs"].values())})
-            where = {old: new for new, old in enumerate(needed)}
-            for entry in entries:
-                entry["args"] = [where[i] for i in entry["args"]]
-                entry["kwargs"] = {name: where[i] for name, i in entry["kwargs"].items()}
-            channel = self.channels[address]
             message: dict[str, Any] = {
                 "id": call.call_id,
-                "values": [outgoing.encoded(i, channel) for i in needed],
+                "values": outgoing.message_values(address),
                 "calls": entries,
             }
             if ack:
                 message["ack"] = True
-            channel.send(message)
+            self.channels[address].send(message)
 
     def on_message(self, message: dict[str, Any]) -> None:
         """A host's answer."""
@@ -353,6 +345,8 @@ class Engine:
             call.accept(call.hosts[message["rank"]])
             return
         rank = message["rank"]
+        if message.get("paused"):
+            self.flow.pause(self.hosts[rank])
         if message.get("gone"):
             self._finish_call(
                 call,
@@ -378,6 +372,7 @@ class Engine:
         if call.finished:
             self._calls.pop(call.call_id, None)
             call.keep.clear()
+            self.flow.dismiss(call.in_flight)
             if call.infos and call.failures:
                 self._fail_rest(call)
 

@@ -14,7 +14,7 @@ import uuid
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import cloudpickle
 from distributed import Client, Future
@@ -90,7 +90,8 @@ class DaskWorkerGroup(WorkerGroup):
     name_prefix : str, optional
         Name of the group; generated if None. Detached groups are found by it.
     detached : bool, default False
-        The ranks outlive this program; see :meth:`from_detached` and :func:`~dask_controller.destroy_detached`.
+        The ranks outlive this program; see :meth:`from_detached` and :func:`~dask_controller.destroy_detached`. Also if
+        the pool is detached.
     worker_names, worker_handles : sequence, optional
         Attach to the detached group with these rank names or handles instead of making ranks.
     worker_env : mapping of str to str, optional
@@ -174,6 +175,7 @@ class DaskWorkerGroup(WorkerGroup):
             raise PlacementError("the resource pool is empty: give it process_on_nodes, such as [2]")
         cia = _dask_cia(dask_cls_with_init)
         _check_class(cia.cls)
+        detached = detached or resource_pool.detached
         name = name_prefix or f"{cia.cls.__name__}-{uuid.uuid4().hex[:6]}"
         environment = check_worker_env(worker_env)
         if detached and name in detached_groups.list_detached(client):
@@ -443,6 +445,33 @@ class DaskWorkerGroup(WorkerGroup):
         sent_args, sent_kwargs = _pass_through(args, kwargs, ranks, False)
         remote = method if self._role is None else f"{self._role}.{method}"
         return self._send(remote, ranks, sent_args, sent_kwargs, blocking=blocking)
+
+    def put(self, value: Any) -> Future[Any]:
+        """Place a value on every host of the group once, to be passed to its methods as often as wished.
+
+        Parameters
+        ----------
+        value : object
+            Anything that travels, such as a frozen batch or a configuration.
+
+        Returns
+        -------
+        distributed.Future
+            Give it to a ``ONE_TO_ALL`` method in the value's place; ranks get the value, without another transfer.
+            Dropping it frees the memory.
+
+        Notes
+        -----
+        Blocks until the value is there. All ranks of a host, and all calls, get the same object: like the inputs of
+        a Dask task it must not be written in place.
+        """
+        engine = self._members.engine
+        engine.check_usable("put")
+        hosts = list(dict.fromkeys(engine.hosts))
+        direct = engine.route == "direct"
+        # In a list, because scatter takes a dict apart; without a content hash, which races with release.
+        (future,) = engine.client.scatter([value], workers=hosts, broadcast=True, direct=direct, hash=False)
+        return cast("Future[Any]", future)
 
     # ------------------------------------------------------------------ roles
 

@@ -304,6 +304,7 @@ async def _watch(engine: Engine, actors: Sequence[Future[Any]]) -> None:
     interval_s = get_seconds("watch-interval") or 1.0
     while not engine.closed and not engine.lost:
         await asyncio.sleep(interval_s)
+        await engine.watch_paused()
         for rank, actor in enumerate(actors):
             if engine.closed:
                 return

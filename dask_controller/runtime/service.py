@@ -267,6 +267,7 @@ class HostService:
                 "dask_controller_release": self.handle_release,
                 "dask_controller_free": self.handle_free,
                 "dask_controller_status": self.handle_status,
+                "dask_controller_paused": self.handle_paused,
                 "dask_controller_wait_lease": self.handle_wait_lease,
             }
         )
@@ -341,6 +342,14 @@ class HostService:
 
     async def handle_status(self, group_id: str | None = None) -> list[dict[str, Any]]:
         return [rank.status() for rank in list(self.ranks.values()) if group_id in (None, rank.group_id)]
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether Dask has paused this host because its memory is nearly full."""
+        return bool(self.worker.status == Status.paused)
+
+    async def handle_paused(self) -> bool:
+        return self.is_paused
 
     # ------------------------------------------------------------------ data
 

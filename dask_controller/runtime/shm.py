@@ -30,7 +30,7 @@ from distributed.protocol.serialize import to_serialize
 
 from dask_controller.protocol.serialize import Packed
 
-__all__ = ["Link", "SegmentPool", "attach", "fetch_link", "node_token", "own_pool", "process_token"]
+__all__ = ["Link", "SegmentPool", "attach", "fetch_link", "node_token", "own_pool", "own_pool_release", "process_token"]
 
 #: Values with fewer bytes in buffers travel in the message: the detour would not pay.
 MIN_BYTES = 1 << 20
@@ -254,6 +254,12 @@ def own_pool(limit_nbytes: int) -> SegmentPool:
             _own = SegmentPool(limit_nbytes)
         _own.limit_nbytes = limit_nbytes
         return _own
+
+
+def own_pool_release(value: dict[str, Any]) -> None:
+    """Take back what :meth:`Link.encode` made, which was never sent."""
+    if _own is not None:
+        _own.release([value["shm"]["segment"]])
 
 
 class Link:

@@ -213,7 +213,7 @@ class Rank:
             context=self._context,
         )
         key = call.get("key")
-        work.reply = lambda outcome: self.service.call_soon(self._reply, session, call_id, key, outcome)
+        work.reply = lambda outcome: self._answer(session, call_id, key, outcome)
         self._executor.submit(work, refs)
 
     def _configure(self, context: dict[str, Any]) -> None:
@@ -239,24 +239,34 @@ class Rank:
             answer = {"failure": describe_failure(error)}
         session.send({"id": call["id"], "rank": self.rank, **answer})
 
-    def _reply(self, session: Session, call_id: int, key: str | None, outcome: Outcome) -> None:
+    def _answer(self, session: Session, call_id: int, key: str | None, outcome: Outcome) -> None:
+        """Take an outcome from the thread that ran the call."""
+        value = None
+        if outcome.packed is not None and not session.closed:
+            # Here, for a hand-over by memory copies: the host's event loop has better things to do.
+            packed = outcome.packed.copied() if session.shares_memory else outcome.packed
+            value = session.link.encode(packed)
+        self.service.call_soon(self._reply, session, call_id, key, outcome, value)
+
+    def _reply(self, session: Session, call_id: int, key: str | None, outcome: Outcome, value: Any) -> None:
         message: dict[str, Any] = {"id": call_id, "rank": self.rank}
+        if self.service.is_paused:
+            message["paused"] = True
         if outcome.failure is not None:
             message["failure"] = outcome.failure
         elif outcome.is_kept and session.closed:
             return  # nobody is left to tell the scheduler about it
         elif outcome.is_kept:
             assert key is not None
-            value = outcome.kept
-            kind = type(value)
+            kept = outcome.kept
+            kind = type(kept)
             message["kept"] = {
-                "nbytes": self.service.store(key, value, self.group_id),
-                "rows": row_count(value),
+                "nbytes": self.service.store(key, kept, self.group_id),
+                "rows": row_count(kept),
                 "type": f"{kind.__module__}.{kind.__qualname__}",
             }
-        elif outcome.packed is not None:
-            packed = outcome.packed.copied() if session.shares_memory else outcome.packed
-            message["value"] = session.link.encode(packed)
+        elif value is not None:
+            message["value"] = value
         session.send(message)
 
     async def _bring(
