@@ -40,11 +40,11 @@ def failed_error(
     return RankFailedError("\n".join(lines), method, failures, {r: hosts[r] for r in failures}, running)
 
 
-def lost_error(method: str, group: str, lost: Mapping[int, str], reason: str) -> RankLostError:
-    """The error for ranks whose host is gone."""
+def lost_error(method: str, group: str, lost: Mapping[int, str], reason: str, *, sent: bool = True) -> RankLostError:
+    """The error for ranks whose host is gone; ``sent`` says whether the call had left."""
     rank = next(iter(lost))
     others = "" if len(lost) == 1 else f" (lost in all: ranks {sorted(lost)})"
-    doing = f"during {method}()" if method else "between calls"
+    doing = "between calls" if not method else f"during {method}()" if sent else f"before {method}() was called"
     return RankLostError(
         f"rank {rank} of group {group!r} was lost {doing}: its host {lost[rank]} is gone{others}: {reason}. The group "
         "cannot be used any more: close it, see the log of the Dask worker (out of memory, a signal, scaled down?), "

@@ -13,8 +13,9 @@ from typing import Any
 import cloudpickle
 from distributed import Client
 
-from dask_controller.errors import PlacementError
+from dask_controller.errors import PlacementError, RankLostError
 from dask_controller.group.start import Members, attach, shut_down
+from dask_controller.runtime.clients import current_client
 
 __all__ = ["attach_detached", "destroy_detached", "find_detached", "list_detached", "publish"]
 
@@ -49,8 +50,9 @@ def publish(members: Members, cls: type, worker_names: list[str]) -> None:
         ) from error
 
 
-def list_detached(client: Client) -> list[str]:
-    """Names of the detached groups on the cluster of ``client``."""
+def list_detached(client: Client | None = None) -> list[str]:
+    """Names of the detached groups on the cluster of ``client``, by default the current one."""
+    client = client or current_client()
     return sorted(name[len(_PREFIX) :] for name in client.list_datasets() if str(name).startswith(_PREFIX))
 
 
@@ -84,16 +86,24 @@ def attach_detached(client: Client, name: str) -> tuple[Members, Mapping[str, An
     return attach(client, record, actors, leases), record
 
 
-def destroy_detached(name: str, client: Client, wait_s: float = 10.0) -> None:
+def destroy_detached(name: str, client: Client | None = None, wait_s: float = 10.0) -> None:
     """End a detached group, whoever made it. Blocks until its ranks have ended, ``wait_s`` seconds at most.
+
+    Parameters
+    ----------
+    name : str
+        Name of the group.
+    client : distributed.Client, optional
+        Default: the current one.
+    wait_s : float
+        Seconds to wait for ranks that run a call.
 
     Raises
     ------
     PlacementError
         No such group.
     """
-    from dask_controller.errors import RankLostError
-
+    client = client or current_client()
     try:
         members, _ = attach_detached(client, name)
     except RankLostError:

@@ -228,7 +228,7 @@ class Engine:
                 "client open for as long as the group is used"
             )
         if self.lost:
-            raise lost_error(method, self.name, self.lost, self.lost_reason)
+            raise lost_error(method, self.name, self.lost, self.lost_reason, sent=False)
 
     def _shares_memory(self, addresses: Any) -> bool:
         return any(address.startswith("inproc://") for address in addresses)
@@ -316,7 +316,7 @@ class Engine:
     def _transmit(self, call: Call, outgoing: Outgoing, calls: list[dict[str, Any]], ack: bool) -> None:
         if self.lost or self.closed:
             error: RankError | GroupClosedError = (
-                lost_error(call.method, self.name, self.lost, self.lost_reason)
+                lost_error(call.method, self.name, self.lost, self.lost_reason, sent=False)
                 if self.lost
                 else GroupClosedError(f"group {self.name!r} was closed before {call.method}() was sent")
             )

@@ -106,7 +106,7 @@ class DaskWorkerGroup(WorkerGroup):
     Raises
     ------
     RegistrationError
-        The class cannot be driven by a group: nothing is marked, names collide, a mode is unknown.
+        The class cannot be driven by a group: names collide, a mode is unknown, a mark makes no sense.
     InsufficientResourcesError
         Fewer slots than ranks; says what was asked, is present, and who holds it.
     GroupStartTimeoutError
@@ -329,6 +329,7 @@ class DaskWorkerGroup(WorkerGroup):
             per_rank_args, per_rank_kwargs = _pass_through(sent_args, sent_kwargs, ranks, mode.is_rank_zero)
         else:
             per_rank_args, per_rank_kwargs = self._per_rank(bound, sent_args, sent_kwargs, ranks)
+        self._check_signature(bound, per_rank_args, per_rank_kwargs)
         mask = None if mode.collect_mask is None else list(mode.collect_mask(owner))
         if mask is not None:
             mask = [mask[rank] for rank in ranks]
@@ -347,6 +348,19 @@ class DaskWorkerGroup(WorkerGroup):
         collected = mode.collect_fn(owner, outputs)
         # client.gather and kin look into plain lists only.
         return list(collected) if collected is outputs else collected
+
+    @staticmethod
+    def _check_signature(bound: BoundMethod, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        if bound.signature is None:
+            return
+        try:
+            # The first parameter is the rank's object.
+            bound.signature.bind(None, *args, **kwargs)
+        except TypeError as error:
+            parameters = list(bound.signature.parameters.values())[1:]
+            raise DispatchError(
+                f"{bound.name}() {error}: it takes {bound.signature.replace(parameters=parameters)}. No rank was called"
+            ) from None
 
     def _owner_of(self, bound: BoundMethod) -> DaskWorkerGroup:
         # Meshes belong to the role that registered them.

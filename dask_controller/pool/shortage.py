@@ -16,12 +16,12 @@ from dask_controller.pool.offers import Offer, Request, fits_when_free, groups_o
 __all__ = ["explain_held", "explain_shortage", "make_error", "near_names"]
 
 _INLINE_WAYS_OUT = (
-    "On the inline executor a host carries one live group. Close that group, use executor='process' on a pool that "
-    "both groups share, or make one group of both roles (create_colocated_worker_cls)"
+    "A host carries one live group. Close that group, start more Dask workers, or make one group of both roles "
+    "(create_colocated_worker_cls)"
 )
 _SHARE_WAYS_OUT = (
-    "Close that group or wait for that task, let both groups share one pool (max_colocate_count, executor='process'), "
-    "or make one group of both roles (create_colocated_worker_cls)"
+    "Close that group or wait for that task, start more Dask workers, or make one group of both roles "
+    "(create_colocated_worker_cls)"
 )
 
 
@@ -247,14 +247,14 @@ def _why_impossible(hosts: Sequence[HostInfo], offers: Mapping[str, Sequence[Off
     if request.slots_per_host == "one" and fits_when_free(hosts, request.process_on_nodes, name, "resource"):
         if name is None:
             return (
-                f"the inline executor puts one rank on a host, and {len(hosts)} host(s) cannot carry them. Start more "
-                "Dask workers, or use executor='process', which puts several ranks on a host"
+                f"a host carries one rank, and {len(hosts)} host(s) cannot carry them. Start more Dask workers "
+                "(processes, not threads)"
             )
         several = max((slot_count(host, name), host.address) for host in hosts)
         return (
-            f"the inline executor puts one rank on a host, however much {name} it declares ({several[1]} declares "
+            f"a host carries one rank, however much {name} it declares ({several[1]} declares "
             f'{name}={several[0]}). Start one Dask worker per GPU, each with --resources "{name}=1" (dask-cuda '
-            "starts one per GPU), or use executor='process'"
+            "starts one per GPU)"
         )
     sizes = request.process_on_nodes
     room = {node: sum(len(offer.present) for offer in members) for node, members in offers.items()}

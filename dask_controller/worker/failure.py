@@ -21,21 +21,20 @@ _MAX_PICKLE_BYTES = 1 << 20
 _MAX_TEXT = 100_000
 
 
-def describe_failure(error: BaseException, skip_frames: int = 0) -> dict[str, Any]:
+def describe_failure(error: BaseException, skip_file: str = "") -> dict[str, Any]:
     """Turn ``error`` into plain values that always pickle.
 
     Parameters
     ----------
     error : BaseException
         What user code raised.
-    skip_frames : int
-        Frames of this package at the top of the traceback that do not help the reader.
+    skip_file : str
+        A module of this package whose frames at the top of the traceback do not help the reader.
     """
     kind = type(error)
     tb = error.__traceback__
-    for _ in range(skip_frames):
-        if tb is not None and tb.tb_next is not None:
-            tb = tb.tb_next
+    while tb is not None and tb.tb_next is not None and tb.tb_frame.f_code.co_filename == skip_file:
+        tb = tb.tb_next
     try:
         text = str(error)
     except BaseException as broken:

@@ -107,7 +107,7 @@ class Runner:
                 return _finish(None, work.out)
             return _finish(self._bound(work.method)(*args, **kwargs), work.out)
         except BaseException as error:
-            return Outcome(failure=describe_failure(error, skip_frames=1))
+            return Outcome(failure=describe_failure(error, skip_file=__file__))
 
     async def run_async(self, work: Work) -> Outcome:
         """Carry out a call to a coroutine method."""
@@ -116,9 +116,9 @@ class Runner:
             args, kwargs = self._arguments(work)
             return _finish(await self._bound(work.method)(*args, **kwargs), work.out)
         except asyncio.CancelledError as error:
-            return Outcome(failure=describe_failure(error, skip_frames=1))
+            return Outcome(failure=describe_failure(error, skip_file=__file__))
         except BaseException as error:
-            return Outcome(failure=describe_failure(error, skip_frames=1))
+            return Outcome(failure=describe_failure(error, skip_file=__file__))
 
     def _bound(self, method: str) -> Callable[..., Any]:
         if self.target is None:

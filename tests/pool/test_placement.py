@@ -213,7 +213,7 @@ def test_half_a_slot_is_no_slot() -> None:
 def test_two_gpus_on_one_host_carry_one_inline_rank() -> None:
     hosts = [make_host(0, gpu=2, devices=("0", "1"))]
     text = str(refuse(hosts, [2]))
-    assert "one Dask worker per GPU" in text and "executor='process'" in text and "declares GPU=2" in text
+    assert "one Dask worker per GPU" in text and "declares GPU=2" in text
     slots = choose(hosts, [2], slots_per_host="resource")
     assert [(s.index, s.device) for s in slots] == [(0, 0), (1, 1)]
 
@@ -230,7 +230,7 @@ def test_entries_that_do_not_follow_the_machines() -> None:
 
 def test_more_inline_ranks_than_hosts() -> None:
     error = refuse(make_machine(2, gpu=0), [3], resource_name=None)
-    assert "2 host(s) cannot carry them" in str(error) and "executor='process'" in str(error)
+    assert "2 host(s) cannot carry them" in str(error) and "Start more Dask workers" in str(error)
 
 
 # ---------------------------------------------------------------------- C1: slots that are held
@@ -244,7 +244,7 @@ def test_an_inline_host_carries_one_group() -> None:
         "tcp://node-a:0": "group 'actor' of pool 'theirs' (rank 0)",
         "tcp://node-a:1": "group 'actor' of pool 'theirs' (rank 1)",
     }
-    for way_out in ("Close that group", "executor='process'", "create_colocated_worker_cls"):
+    for way_out in ("Close that group", "start more Dask workers", "create_colocated_worker_cls"):
         assert way_out in str(error)
     assert error.possible  # type: ignore[attr-defined]
 
