@@ -5,21 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from distributed import get_worker, rejoin, secede
-from distributed.threadpoolexecutor import thread_state
+from distributed import rejoin, secede
+from distributed.threadpoolexecutor import thread_state as pool_state
+from distributed.utils import thread_state as task_state  # type: ignore[attr-defined]
 
 __all__ = ["inside_task", "thread_released"]
 
 
 def inside_task() -> bool:
     """Whether this thread runs a Dask task that occupies a slot of its worker's thread pool."""
-    if not getattr(thread_state, "proceed", False):
-        return False
-    try:
-        get_worker()
-    except ValueError:
-        return False
-    return getattr(thread_state, "key", None) is not None
+    # Dask keeps two records of a thread: the pool's, which a seceded thread has left, and the task's. Methods of actors
+    # have both as well, but run in a pool of their own.
+    in_pool = getattr(pool_state, "proceed", False)
+    return in_pool and hasattr(task_state, "key") and not getattr(task_state, "actor", False)
 
 
 @contextmanager
