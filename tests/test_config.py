@@ -23,11 +23,12 @@ YAML = Path(dask_controller.__file__).with_name("controller.yaml")
         ("start-timeout", 120.0),
         ("placement-timeout", 30.0),
         ("connect-timeout", 5.0),
-        ("probe-timeout", 30.0),
+        ("probe-timeout", 60.0),
         ("watch-interval", 1.0),
         ("close-timeout", 10.0),
         ("call-timeout", None),
         ("failure-grace", 0.05),
+        ("paused-timeout", 60.0),
     ],
 )
 def test_default_times(name: str, seconds: float | None) -> None:
@@ -36,6 +37,8 @@ def test_default_times(name: str, seconds: float | None) -> None:
 
 def test_other_defaults() -> None:
     assert config.get_nbytes("inline-limit") == 64 * 1024
+    assert config.get_nbytes("bytes-in-flight") == 512 * 2**20
+    assert config.get_nbytes("shared-memory-limit") == 2**30
     assert config.get_route() == "auto"
     assert config.get_port_range() is None
 

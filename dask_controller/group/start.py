@@ -156,7 +156,7 @@ def _choose(client: Client, pool: DaskResourcePool, timeout_s: float) -> list[Sl
     addresses = list(info["workers"])
     if not addresses:
         raise _no_hosts(pool)
-    hosts, raw = probe_hosts(client, addresses, min(timeout_s, get_seconds("probe-timeout") or 30.0))
+    hosts, raw = probe_hosts(client, addresses, min(timeout_s, get_seconds("probe-timeout") or 60.0))
     slots = pool.slots(hosts, slots_per_host="one")
     check_versions(raw, [slot.address for slot in slots])
     return slots

@@ -101,14 +101,24 @@ def probe_hosts(client: Client, addresses: Sequence[str], timeout_s: float) -> t
     """
     if not addresses:
         return [], {}
+
+    async def describe(dask_worker: DaskWorker) -> dict[str, Any]:
+        # Sent by value, for taking it off the wire must not import anything yet: the first import of torch on a host
+        # lasts seconds, on a network file system minutes, and would hold up the host's event loop.
+        import asyncio
+        import importlib
+
+        name = "dask_controller.runtime.probe"
+        module = await asyncio.get_running_loop().run_in_executor(None, importlib.import_module, name)
+        return module.describe_host(dask_worker)  # type: ignore[no-any-return]
+
     try:
-        raw = client.sync(
-            client._run, describe_host, workers=list(addresses), on_error="return", callback_timeout=timeout_s
-        )
+        raw = client.sync(client._run, describe, workers=list(addresses), on_error="return", callback_timeout=timeout_s)
     except TimeoutError as error:
         raise PlacementError(
             f"the {len(addresses)} hosts of the cluster did not all answer within {timeout_s:g} s: one of them is "
-            "stopped or overloaded. Look at the Dask dashboard, or raise controller.connect-timeout"
+            "stopped or overloaded. Look at the Dask dashboard, or raise controller.probe-timeout (the first import of "
+            "torch counts)"
         ) from error
     broken = {address: answer for address, answer in raw.items() if isinstance(answer, BaseException)}
     if broken and len(broken) == len(raw):
