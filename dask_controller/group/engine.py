@@ -30,15 +30,12 @@ from dask_controller.protocol.future import plan_reference
 from dask_controller.protocol.serialize import unpack
 from dask_controller.runtime import pending
 from dask_controller.runtime.channel import Channel, call_host
-from dask_controller.runtime.clients import client_loop
+from dask_controller.runtime.clients import CLIENT_CHECK_S, client_loop, is_open
 from dask_controller.runtime.futures import KeptFacts, ResultInfo, attach_info
 
 __all__ = ["Engine"]
 
 logger = logging.getLogger(__name__)
-
-#: The user's thread looks this often whether the client is still there, in seconds.
-_CLIENT_CHECK_S = 1.0
 
 
 class Engine:
@@ -222,7 +219,7 @@ class Engine:
     def check_usable(self, method: str) -> None:
         if self.closed:
             raise GroupClosedError(f"{method}() was called on group {self.name!r}, which is closed; make a new group")
-        if self.client.status not in ("running", "connecting"):
+        if not is_open(self.client):
             raise GroupClosedError(
                 f"{method}() was called on group {self.name!r}, but its Dask client is {self.client.status}: keep the "
                 "client open for as long as the group is used"
@@ -256,7 +253,7 @@ class Engine:
     def _wait(self, done: Any, call: Call, timeout_s: float | None) -> Any:
         waited = 0.0
         while True:
-            step = _CLIENT_CHECK_S if timeout_s is None else min(_CLIENT_CHECK_S, max(timeout_s - waited, 0.0))
+            step = CLIENT_CHECK_S if timeout_s is None else min(CLIENT_CHECK_S, max(timeout_s - waited, 0.0))
             try:
                 return done.result(timeout=step)
             except (TimeoutError, ConcurrentTimeoutError):
@@ -273,7 +270,7 @@ class Engine:
                     sorted(set(call.hosts) - call.pending),
                     pending_ranks,
                 )
-            if self.client.status not in ("running", "connecting"):
+            if not is_open(self.client):
                 raise GroupClosedError(
                     f"the Dask client of group {self.name!r} was closed while {call.method}() was waiting for ranks "
                     f"{sorted(call.pending)}"

@@ -43,7 +43,7 @@ from dask_controller.protocol.plan import (
 )
 from dask_controller.protocol.serialize import Packed, unpack
 from dask_controller.runtime.channel import call_host
-from dask_controller.runtime.clients import client_loop, current_client
+from dask_controller.runtime.clients import client_loop, current_client, run_on_client, scheduler_of, while_host_lives
 from dask_controller.runtime.futures import ResultInfo, info_of, locate, wait_done
 from dask_controller.runtime.service import install_service, pick_rows
 from dask_controller.runtime.shm import Link, fetch_link
@@ -370,7 +370,7 @@ class DataProtoFuture:
         if isinstance(self._node, Source) and self._node.padding is None:
             plans = [_plan([(key, "", None, None, None, "", -1)], is_batch=True) for key in self._node.keys]
         else:
-            whole: dict[str, Any] = client.sync(plan_reference, client, self)
+            whole = run_on_client(client, plan_reference, client, self)
             plans = _split_plan(whole)
         out = []
         for plan in plans:
@@ -417,10 +417,12 @@ class DataProtoFuture:
             The data were made but are gone.
         RankTimeoutError
             Not all ranks answered within ``timeout``.
+        GroupClosedError
+            The group or its client was closed first.
         """
         client = self._client
         try:
-            fetched = client.sync(self._fetch, client, callback_timeout=timeout)
+            fetched = run_on_client(client, self._fetch, client, timeout_s=timeout)
         except TimeoutError as error:
             if isinstance(error, RankTimeoutError):
                 raise
@@ -551,7 +553,9 @@ async def _fetch_piece(client: Client, piece: Sequence[Any], columns: Sequence[A
         if limit:
             request["hello"] = {**Link(limit).hello(), "limit": limit}
         try:
-            answer = await call_host(client, address, "fetch", route=route, **request)
+            answer = await while_host_lives(
+                call_host(client, address, "fetch", route=route, **request), scheduler_of(client), address
+            )
         except OSError:
             answer = {"missing": True}
         if "value" in answer:

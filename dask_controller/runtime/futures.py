@@ -13,7 +13,7 @@ from typing import Any
 
 from distributed import Client, Future
 
-from dask_controller.errors import ChunkLostError
+from dask_controller.errors import ChunkLostError, RemoteError
 from dask_controller.runtime.clients import scheduler_of
 
 __all__ = ["KeptFacts", "ResultInfo", "attach_info", "info_of", "wait_done"]
@@ -90,7 +90,12 @@ async def wait_done(future: Future[Any]) -> None:
         await done
     if future.status == "error":
         state: Any = future._state
-        raise state.exception
+        error: BaseException = state.exception
+        if not isinstance(error, Exception):
+            # A task's own CancelledError or GeneratorExit must not pass for that of the coroutine which waits here.
+            kind = type(error)
+            raise RemoteError(f"{kind.__module__}.{kind.__qualname__}", str(error)) from error
+        raise error
     if future.status != "finished":
         raise ChunkLostError(
             f"the data of future {future.key!r} are gone ({future.status}): it was cancelled or its host was lost",

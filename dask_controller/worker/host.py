@@ -27,6 +27,7 @@ from distributed import get_worker
 
 from dask_controller.errors import ChunkLostError, PlacementError
 from dask_controller.pool.devices import get_device
+from dask_controller.runtime.clients import while_host_lives
 from dask_controller.runtime.service import (
     HostService,
     Lease,
@@ -313,8 +314,12 @@ class Rank:
             if address != self.service.address:
                 tried.append(address)
                 try:
-                    answer = await worker.rpc(address).dask_controller_fetch(
-                        key=key, start=start, stop=stop, index=index, columns=columns, hello=self._hello()
+                    answer = await while_host_lives(
+                        worker.rpc(address).dask_controller_fetch(
+                            key=key, start=start, stop=stop, index=index, columns=columns, hello=self._hello()
+                        ),
+                        worker.scheduler,
+                        address,
                     )
                 except OSError as error:
                     logger.info("fetching %s from %s failed: %s", key, address, error)

@@ -70,6 +70,10 @@ def say(value: Any) -> Any:
     return value
 
 
+def fail_with(kind: type[BaseException]) -> None:
+    raise kind("on purpose")
+
+
 # ---------------------------------------------------------------------- B1 order
 
 
@@ -179,15 +183,18 @@ def test_a_call_that_waits_for_another_groups_rank_is_not_overtaken(client: Clie
             assert consumer.take() == [[200_000, *range(20)]] * 2, repeat
 
 
-def test_a_call_whose_data_failed_does_not_stop_those_behind_it(client: Client) -> None:
+@pytest.mark.parametrize("error", [ZeroDivisionError, asyncio.CancelledError, GeneratorExit])
+def test_a_call_whose_data_failed_does_not_stop_those_behind_it(error: type[BaseException], client: Client) -> None:
     with make_group(client, Log, 2) as group:
-        bad = client.submit(lambda: 1 / 0, pure=False)
+        bad = client.submit(fail_with, error, pure=False)
         futures = group.append(bad)
         group.append(7)
         assert group.take() == [[7]] * 2
         for future in futures:
-            with pytest.raises(ZeroDivisionError):
+            with pytest.raises(ZeroDivisionError if error is ZeroDivisionError else errors.RemoteError) as caught:
                 future.result(timeout=LIMIT_S)
+            assert error.__name__ in repr(caught.value)
+        del caught
         forget_failures(client)
 
 
