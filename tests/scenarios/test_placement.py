@@ -180,7 +180,8 @@ def test_a_group_waits_for_a_task_that_holds_the_slot(client: Client, tmp_path: 
             time.sleep(0.01)
         return path
 
-    tasks = [client.submit(hold, path, resources={"GPU": 1}, pure=False) for _ in range(4)]
+    hosts = list(client.scheduler_info()["workers"])
+    tasks = [client.submit(hold, path, workers=[host], resources={"GPU": 1}, pure=False) for host in hosts]
     for task in tasks:
         until(lambda task=task: state_on_hosts(client, task) == {"long-running"}, "the task runs")
     with pytest.raises(errors.InsufficientResourcesError) as caught:
@@ -256,7 +257,7 @@ def test_two_slots_on_one_host_need_two_hosts(make_cluster: Callable[..., LocalC
             make_group(client, [2], placement_timeout_s=100)
         assert len(looks) == 1
         (address,) = client.scheduler_info()["workers"]
-        assert f"puts one rank on a host, however much GPU it declares ({address} declares GPU=2)" in str(caught.value)
+        assert f"a host carries one rank, however much GPU it declares ({address} declares GPU=2)" in str(caught.value)
         assert 'Start one Dask worker per GPU, each with --resources "GPU=1"' in str(caught.value)
         assert_no_leaks(client)
 
@@ -341,7 +342,8 @@ def test_a_second_group_on_the_same_slots_is_refused_with_the_ways_out(client: C
             make_group(client, pool, placement_timeout_s=0.6)
         text = str(caught.value)
         assert "'first'" in text
-        assert "create_colocated_worker_cls" in text and "process" in text and "Close that group" in text
+        assert "A host carries one live group. Close that group, start more Dask workers" in text
+        assert "create_colocated_worker_cls" in text
         assert sorted(caught.value.held) == sorted(group.hosts)
         part = split_resource_pool(pool, 1)[1]
         with pytest.raises(errors.InsufficientResourcesError) as caught:
