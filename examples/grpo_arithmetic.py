@@ -29,17 +29,17 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
+import signal
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import dask.config
 import grpo_lib
-import pandas
 import torch
 import torch.distributed as dist
 from distributed import Client, LocalCluster
@@ -57,7 +57,7 @@ from grpo_lib.arithmetic import (
 )
 from grpo_lib.learner import Learner, LearnerConfig
 from grpo_lib.model import ModelConfig, Transformer, generate, response_log_probs
-from grpo_lib.run_files import append_record, keep_records, load_checkpoint, plot_curves, read_records, save_checkpoint
+from grpo_lib.run_files import RunFiles, load_checkpoint, plot_curves, save_checkpoint
 from grpo_lib.schedule import deal_rows, draw_problems, row_seeds
 from grpo_lib.settings import Settings, add_options, count, differences, positive_int, settings_from
 
@@ -72,10 +72,13 @@ from dask_controller import (
     Worker,
     create_colocated_worker_cls,
     make_nd_compute_dataproto_dispatch_fn,
-    pad_dataproto_to_divisor,
     register,
 )
 from dask_controller.errors import ControllerError
+
+if TYPE_CHECKING:
+    import pandas
+    from grpo_lib.display import Display
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The roles: what runs on the ranks
@@ -203,6 +206,8 @@ def log_prob_column(model: Transformer, batch: DataProto, name: str) -> DataProt
 
 def write_problems(folder: str, settings: Settings, num_files: int = 4) -> None:
     """Write the problems to Parquet: the columns ``prompt``, ``answer`` and ``split``."""
+    import pandas
+
     train, held_out = split_problems(make_problems(), settings.num_held_out, settings.seed)
     rows = [(p.prompt, p.answer, "train") for p in train] + [(p.prompt, p.answer, "held_out") for p in held_out]
     frame = pandas.DataFrame(rows, columns=["prompt", "answer", "split"])
@@ -221,6 +226,7 @@ def tokenise(frame: pandas.DataFrame) -> pandas.DataFrame:
 def read_problems(folder: str) -> tuple[DataProto, DataProto]:
     """Read and tokenise the problems on the cluster; return those to train on and those held out."""
     import dask.dataframe
+    import pandas
 
     problems = dask.dataframe.read_parquet(folder)
     meta = problems._meta.assign(prompt_ids=pandas.Series(dtype=object))
@@ -284,6 +290,15 @@ class Trainer:
         self.reference_weights = self.actor.state()["model"] if weights is None else weights
         self.reference.load_weights(self.reference_weights)
 
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint needs of the ranks. Their random choices need nothing: see ``grpo_lib.schedule``."""
+        return {"learner": self.actor.state(), "reference": self.reference_weights}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Continue from what :meth:`state` returned."""
+        self.actor.load_state(state["learner"])
+        self.freeze_reference(state["reference"])
+
     def sample(self, problems: DataProto, seeds: torch.Tensor, temperature: float) -> DataProtoFuture:
         """Have the ranks answer; returns at once. The answers stay with the ranks that made them."""
         prompts = problems.union(DataProto.from_dict(tensors={"row_seeds": seeds}))
@@ -308,9 +323,6 @@ class Trainer:
         rewards = batch.batch["rewards"]
         advantages = group_advantages(rewards, settings.samples_per_prompt)
         batch = batch.union(DataProto.from_dict(tensors={"advantages": advantages}))
-        batch = batch.select(
-            ["prompts", "responses", "response_mask", "old_log_probs", "reference_log_probs", "advantages"], []
-        )
         report = self.actor.update(self.evenly(batch, settings.learner.num_mini_batches)).meta_info["report"]
         return {
             "reward": rewards.mean().item(),
@@ -329,26 +341,30 @@ class Trainer:
         }
 
     def evenly(self, batch: DataProto, num_mini_batches: int) -> DataProto:
-        """Make the batch divide over ranks and mini-batches.
+        """Order the rows so that any number of ranks takes the same steps, rounding aside.
 
-        Rows that are added for it are masked out: they count for nothing in a mean over tokens. So any number of ranks
-        takes the same steps, rounding aside.
+        Rows that are repeated to make them divide are masked out: they count for nothing in a mean over tokens.
         """
-        batch, num_added = pad_dataproto_to_divisor(batch, self.num_ranks * num_mini_batches)
-        batch = batch.select_idxs(torch.arange(len(batch)))  # a copy: the mask is written to
-        if num_added:
-            batch.batch["response_mask"][-num_added:] = 0
-        return batch.select_idxs(deal_rows(len(batch), self.num_ranks, num_mini_batches))
+        order, is_first = deal_rows(len(batch), self.num_ranks, num_mini_batches)
+        mask = batch.batch["response_mask"][order] * is_first.unsqueeze(1)
+        names = [name for name in batch.batch.keys() if name != "response_mask"]
+        return batch.select(names, []).select_idxs(order).union(DataProto.from_dict(tensors={"response_mask": mask}))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The run: cluster, groups, loop, files
 # ---------------------------------------------------------------------------------------------------------------------
 
-
 #: How long a scheduler may take to answer, and its hosts to be there.
 CONNECT_TIMEOUT_S = 10
 HOSTS_TIMEOUT_S = 30
+
+#: Environment of the hosts. Dask has them give freed memory back at once, so each temporary tensor is paged in anew,
+#: which took 45 % more time on a CPU. With these, glibc keeps up to 1 GiB, and takes tensors of up to 32 MiB from it.
+MALLOC_KEEPS_MEMORY = {
+    "distributed.nanny.pre-spawn-environ.MALLOC_TRIM_THRESHOLD_": 2**30,
+    "distributed.nanny.pre-spawn-environ.MALLOC_MMAP_THRESHOLD_": 2**25,
+}
 
 
 def fail(message: str, exit_code: int = 2) -> NoReturn:
@@ -357,13 +373,25 @@ def fail(message: str, exit_code: int = 2) -> NoReturn:
     raise SystemExit(exit_code)
 
 
+def local_cluster(num_hosts: int) -> LocalCluster:
+    """Start a cluster on this machine, one thread per host."""
+    # Ctrl-C in a terminal reaches every process of the program. It is for the controller, which then ends the others;
+    # children inherit that they are to ignore it.
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with dask.config.set(MALLOC_KEEPS_MEMORY):
+            # No memory limit: Dask's would be a share of the machine's memory, and models count towards it.
+            return LocalCluster(n_workers=num_hosts, threads_per_worker=1, memory_limit=0, dashboard_address=":0")
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+
 @contextlib.contextmanager
 def connected(scheduler: str | None, num_hosts: int) -> Iterator[Client]:
     """Connect to a cluster, started here unless `scheduler` says where one is, and wait for its hosts."""
     with contextlib.ExitStack() as stack:
         if scheduler is None:
-            cluster = LocalCluster(n_workers=num_hosts, threads_per_worker=1, memory_limit=0, dashboard_address=":0")
-            client = stack.enter_context(Client(stack.enter_context(cluster)))
+            client = stack.enter_context(Client(stack.enter_context(local_cluster(num_hosts))))
         else:
             try:
                 client = stack.enter_context(Client(scheduler, timeout=CONNECT_TIMEOUT_S))
@@ -381,10 +409,12 @@ def connected(scheduler: str | None, num_hosts: int) -> Iterator[Client]:
                 f"{len(client.nthreads())} after {HOSTS_TIMEOUT_S} s.\n"
                 "Start more, or ask for fewer ranks with --ranks."
             )
-        yield client
-        if scheduler is None:
-            # Python takes a while to end a process that has torch loaded; that the nannies do not wait is no news.
-            logging.getLogger("distributed.nanny").setLevel(logging.ERROR)
+        try:
+            yield client
+        finally:
+            if scheduler is None:
+                # Python takes a while to end a process that has torch loaded; that the nannies do not wait is no news.
+                logging.getLogger("distributed.nanny").setLevel(logging.ERROR)
 
 
 @contextlib.contextmanager
@@ -407,130 +437,96 @@ def groups(settings: Settings, num_ranks: int) -> Iterator[tuple[DaskWorkerGroup
         policy.actor.leave()
 
 
-class RunFiles:
-    """The paths of a run's files, all in one folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.metrics = folder / "metrics.jsonl"
-        self.checkpoint = folder / "checkpoint.pt"
-        self.plot = folder / "reward.png"
-
-
-def start_over(files: RunFiles) -> None:
-    """Remove what an earlier run has left."""
-    files.folder.mkdir(parents=True, exist_ok=True)
-    for path in (files.metrics, files.checkpoint, files.plot):
-        path.unlink(missing_ok=True)
-
-
 def load_run(files: RunFiles, settings: Settings, num_steps: int) -> dict[str, Any]:
     """Return the checkpoint to continue from; refuse one that does not belong to this run."""
     try:
-        state = load_checkpoint(files.checkpoint)
+        saved = load_checkpoint(files.checkpoint)
     except FileNotFoundError as error:
         fail(str(error))
-    if lines := differences(settings, state["settings"]):
+    if lines := differences(settings, saved["settings"]):
         fail(f"cannot continue from {files.checkpoint}: other settings.\n  " + "\n  ".join(lines))
-    if state["step"] >= num_steps:
-        fail(f"{files.checkpoint} is at step {state['step']} already; ask for more with --steps")
-    keep_records(files.metrics, lambda record: record["phase"] != "train" or record["step"] <= state["step"])
-    return state
+    if saved["step"] >= num_steps:
+        fail(f"{files.checkpoint} is at step {saved['step']} already; ask for more with --steps")
+    files.forget_after(saved["step"])
+    return saved
+
+
+def train(
+    trainer: Trainer, files: RunFiles, display: Display, options: argparse.Namespace, saved: dict[str, Any] | None
+) -> None:
+    """Go through the steps, from the start or from where the checkpoint `saved` left off."""
+    settings = trainer.settings
+
+    def note(phase: str, step: int, numbers: dict[str, float], began: float) -> None:
+        numbers["seconds"] = round(time.monotonic() - began, 4)
+        files.record(phase, step, numbers)
+        display.show(step, numbers)
+
+    def save(step: int) -> None:
+        state = {"step": step, "settings": asdict(settings), "num_ranks": trainer.num_ranks, **trainer.state()}
+        save_checkpoint(files.checkpoint, state)
+
+    if saved is None:
+        for step in display.steps("warm-up", 1, settings.warmup_steps):
+            began = time.monotonic()
+            note("warmup", step, trainer.warm_up(step), began)
+        trainer.freeze_reference()
+        began = time.monotonic()
+        note("train", 0, trainer.measure(), began)
+        save(0)
+        first = 1
+    else:
+        trainer.load_state(saved)
+        first = saved["step"] + 1
+        display.say(f"Continuing after step {saved['step']}")
+        if saved["num_ranks"] != trainer.num_ranks:
+            display.say(f"It was on {saved['num_ranks']} rank(s) before: numbers agree up to rounding only")
+
+    for step in display.steps("GRPO", first, options.steps):
+        began = time.monotonic()
+        numbers = trainer.step(step)
+        if step % settings.eval_every == 0 or step == options.steps:
+            numbers |= trainer.measure()
+        note("train", step, numbers, began)
+        if step % options.checkpoint_every == 0 or step == options.steps:
+            save(step)
 
 
 def run(options: argparse.Namespace, settings: Settings) -> None:
-    """Train, and leave metrics, checkpoint and plot in the output folder."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    """Set everything up, train, and sum up."""
+    from grpo_lib.display import Display
 
-    console = Console()
-    files = RunFiles(Path(options.out))
+    files = RunFiles(Path(options.out).resolve())
     saved = load_run(files, settings, options.steps) if options.resume else None
     if saved is None:
-        start_over(files)
+        files.start_over()
     # Hosts that were just started import torch first, which takes its time where many do so at once.
     dask.config.set({"controller.probe-timeout": "120s", "controller.start-timeout": "300s"})
     # Lets dispatch add rows where a batch does not divide over the ranks, and take them off the result.
     DataProtoConfig.auto_padding = True
     folder = options.data or str(files.folder / "problems")
     started = time.monotonic()
-    console.print(f"Starting {options.ranks} policy rank(s) and 1 reward rank")
-    with contextlib.ExitStack() as stack:
-        client = stack.enter_context(connected(options.scheduler, options.ranks + 1))
-        console.print(f"Dask dashboard: {client.dashboard_link}")
+    print(f"Starting {options.ranks} policy rank(s) and 1 reward rank", flush=True)
+    with connected(options.scheduler, options.ranks + 1) as client:
+        print(f"Dask dashboard: {client.dashboard_link}", flush=True)
         write_problems(folder, settings)
         try:
-            train, held_out = read_problems(folder)
+            train_problems, held_out = read_problems(folder)
         except FileNotFoundError as error:
             fail(f"the Dask workers cannot read {folder!r} ({error}): give a folder or URL that all see with --data")
-        policy, reward = stack.enter_context(groups(settings, options.ranks))
-        trainer = Trainer(policy, reward, train, held_out, settings)
-        progress = stack.enter_context(
-            Progress(
-                TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TimeRemainingColumn(),
-                TextColumn("{task.fields[note]}"),
-                console=console,
-            )
-        )
+        with groups(settings, options.ranks) as (policy, reward), Display() as display:
+            trainer = Trainer(policy, reward, train_problems, held_out, settings)
+            train(trainer, files, display, options, saved)
 
-        def save(step: int) -> None:
-            state = {"step": step, "settings": asdict(settings), "num_ranks": options.ranks}
-            state |= {"learner": trainer.actor.state(), "reference": trainer.reference_weights}
-            save_checkpoint(files.checkpoint, state)
-
-        def record(phase: str, step: int, numbers: dict[str, float], began: float) -> None:
-            line = {"phase": phase, "step": step, **numbers, "seconds": round(time.monotonic() - began, 4)}
-            append_record(files.metrics, line)
-            if "accuracy" in numbers:
-                told = {"accuracy": "held-out accuracy", "reward": "reward", "kl": "KL", "loss": "loss"}
-                shown = ", ".join(f"{text} {numbers[name]:.3f}" for name, text in told.items() if name in numbers)
-                progress.console.print(f"step {step}: {shown}")
-
-        if saved is None:
-            bar = progress.add_task("warm-up", total=settings.warmup_steps, note="")
-            for step in range(1, settings.warmup_steps + 1):
-                began = time.monotonic()
-                numbers = trainer.warm_up(step)
-                record("warmup", step, numbers, began)
-                progress.update(bar, advance=1, note=f"loss {numbers['loss']:.3f}")
-            trainer.freeze_reference()
-            began = time.monotonic()
-            record("train", 0, trainer.measure(), began)
-            save(0)
-            first = 1
-        else:
-            trainer.actor.load_state(saved["learner"])
-            trainer.freeze_reference(saved["reference"])
-            first = saved["step"] + 1
-            progress.console.print(f"Continuing after step {saved['step']}")
-            if saved["num_ranks"] != options.ranks:
-                progress.console.print(
-                    f"It was on {saved['num_ranks']} rank(s) before: numbers agree up to rounding only"
-                )
-
-        bar = progress.add_task("GRPO", total=options.steps, completed=first - 1, note="")
-        for step in range(first, options.steps + 1):
-            began = time.monotonic()
-            numbers = trainer.step(step)
-            if step % settings.eval_every == 0 or step == options.steps:
-                numbers |= trainer.measure()
-            record("train", step, numbers, began)
-            if step % options.checkpoint_every == 0 or step == options.steps:
-                save(step)
-            note = f"reward {numbers['reward']:.2f}  KL {numbers['kl']:.2f}  {time.monotonic() - began:.2f} s/step"
-            progress.update(bar, advance=1, note=note)
-
-    records = [record for record in read_records(files.metrics) if record["phase"] == "train"]
+    records = files.train_records()
     plot_curves(records, files.plot)
     measured = [record for record in records if "accuracy" in record]
-    console.print(
+    print(
         f"\nHeld-out problems answered right: {measured[0]['accuracy']:.1%} before GRPO, "
-        f"{measured[-1]['accuracy']:.1%} after {measured[-1]['step']} steps ({time.monotonic() - started:.0f} s in all)"
+        f"{measured[-1]['accuracy']:.1%} after {measured[-1]['step']} steps. "
+        f"{time.monotonic() - started:.0f} s in all.\n"
+        f"Curves:     {files.plot}\nNumbers:    {files.metrics}\nCheckpoint: {files.checkpoint}"
     )
-    console.print(f"Curves: {files.plot}\nNumbers: {files.metrics}\nCheckpoint: {files.checkpoint}", soft_wrap=True)
 
 
 def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -569,7 +565,9 @@ def main() -> None:
     except ModuleNotFoundError as error:
         fail(f"{error}. The demo needs a few more packages: pip install 'dask-controller[demo]'")
     except KeyboardInterrupt:
-        fail(f"stopped. `--resume --out {options.out}` continues from the last checkpoint", exit_code=130)
+        has_checkpoint = RunFiles(Path(options.out)).checkpoint.exists()
+        hint = f"; `--resume --out {options.out}` continues from the last checkpoint" if has_checkpoint else ""
+        fail(f"stopped{hint}", exit_code=130)
     except ControllerError as error:
         fail(f"{type(error).__name__}: {error}")
 

@@ -12,6 +12,7 @@ roles that run on ranks, and the program that drives them, are in ``examples/grp
 ``learner``        model + optimiser; one update, with gradients summed over ranks
 ``settings``       everything that decides the numbers of a run
 ``run_files``      checkpoints, ``metrics.jsonl``, the plot
+``display``        the progress bars; stays on the controller
 =================  =========================================================================
 """
 

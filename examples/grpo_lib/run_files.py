@@ -15,7 +15,15 @@ from typing import IO, Any
 
 import torch
 
-__all__ = ["append_record", "keep_records", "load_checkpoint", "plot_curves", "read_records", "save_checkpoint"]
+__all__ = [
+    "RunFiles",
+    "append_record",
+    "keep_records",
+    "load_checkpoint",
+    "plot_curves",
+    "read_records",
+    "save_checkpoint",
+]
 
 
 def _write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
@@ -109,3 +117,37 @@ def plot_curves(records: list[dict[str, Any]], path: Path) -> None:
     # One token that has become very unlikely can outweigh all others in the estimate.
     bottom.set(ylabel="KL to reference\n(nats per token)", yscale="log", xlabel="GRPO step")
     _write_atomically(path, lambda file: figure.savefig(file, format="png", dpi=120))
+
+
+class RunFiles:
+    """One run's files, all in one folder.
+
+    Parameters
+    ----------
+    folder : pathlib.Path
+        Made when the run starts.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.metrics = folder / "metrics.jsonl"
+        self.checkpoint = folder / "checkpoint.pt"
+        self.plot = folder / "reward.png"
+
+    def start_over(self) -> None:
+        """Remove what an earlier run has left."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for path in (self.metrics, self.checkpoint, self.plot):
+            path.unlink(missing_ok=True)
+
+    def record(self, phase: str, step: int, numbers: Mapping[str, float]) -> None:
+        """Write down the numbers of a step; `phase` is ``"warmup"`` or ``"train"``."""
+        append_record(self.metrics, {"phase": phase, "step": step, **numbers})
+
+    def forget_after(self, step: int) -> None:
+        """Drop the GRPO records after `step`, for a run that continues from there and writes them again."""
+        keep_records(self.metrics, lambda record: record["phase"] != "train" or record["step"] <= step)
+
+    def train_records(self) -> list[dict[str, Any]]:
+        """Return the records of the GRPO phase."""
+        return [record for record in read_records(self.metrics) if record["phase"] == "train"]

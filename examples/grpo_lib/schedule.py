@@ -42,26 +42,41 @@ def row_seeds(seed: int, step: int, num_rows: int) -> Tensor:
     return torch.from_numpy(drawn)
 
 
-def deal_rows(num_rows: int, num_ranks: int, num_mini_batches: int) -> Tensor:
+def deal_rows(num_rows: int, num_ranks: int, num_mini_batches: int) -> tuple[Tensor, Tensor]:
     """Order rows so that every mini-batch holds the same rows, however many ranks there are.
 
     A batch is cut into one run of rows per rank, and each rank cuts its run into mini-batches. All ranks' k-th
-    mini-batches together make one optimiser step: here they are the k-th run of rows of the whole batch.
+    mini-batches together make one optimiser step: here they are the k-th run of rows of the whole batch. Where
+    that does not divide, rows are repeated; they must be masked out.
 
     Parameters
     ----------
-    num_rows : int
-        A multiple of ``num_ranks * num_mini_batches``.
-    num_ranks, num_mini_batches : int
+    num_rows, num_ranks, num_mini_batches : int
+        1 or more; at least as many rows as mini-batches.
 
     Returns
     -------
-    Tensor
-        Shape ``(num_rows,)``, int64: the row that comes to each place.
+    order : Tensor
+        Shape ``(n,)``, int64, where n is a multiple of ``num_ranks * num_mini_batches``: the row for each place.
+    is_first : Tensor
+        Shape ``(n,)``, bool: False where a row is repeated.
 
     Examples
     --------
-    >>> deal_rows(8, num_ranks=2, num_mini_batches=2).tolist()
-    [0, 1, 4, 5, 2, 3, 6, 7]
+    >>> order, is_first = deal_rows(6, num_ranks=2, num_mini_batches=2)
+    >>> order.view(2, 2, 2).tolist()  # rank, mini-batch, row
+    [[[0, 1], [3, 4]], [[2, 2], [5, 5]]]
+    >>> is_first.view(2, 2, 2).tolist()
+    [[[True, True], [True, True]], [[True, False], [True, False]]]
     """
-    return torch.arange(num_rows).view(num_mini_batches, num_ranks, -1).transpose(0, 1).flatten()
+    bounds = [index * num_rows // num_mini_batches for index in range(num_mini_batches + 1)]
+    starts, stops = torch.tensor(bounds[:-1]).unsqueeze(1), torch.tensor(bounds[1:]).unsqueeze(1)
+    longest = int((stops - starts).max())
+    # Rows of a mini-batch, one after the other, up to a length that every rank gets an equal share of.
+    places = starts + torch.arange(-(-longest // num_ranks) * num_ranks)
+    order, is_first = torch.minimum(places, stops - 1), places < stops
+
+    def by_rank(values: Tensor) -> Tensor:
+        return values.view(num_mini_batches, num_ranks, -1).transpose(0, 1).flatten()
+
+    return by_rank(order), by_rank(is_first)

@@ -126,6 +126,25 @@ def test_schedule_depends_on_seed_phase_and_step_only() -> None:
     assert (row_seeds(1, 5, 1000) >= 0).all()
 
 
+@pytest.mark.parametrize("num_rows", [4, 7, 8, 64])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("num_mini_batches", [1, 2, 4])
+def test_mini_batches_hold_the_same_rows_on_any_number_of_ranks(
+    num_rows: int, num_ranks: int, num_mini_batches: int
+) -> None:
+    order, is_first = deal_rows(num_rows, num_ranks, num_mini_batches)
+    assert len(order) % (num_ranks * num_mini_batches) == 0
+    shape = (num_ranks, num_mini_batches, -1)
+    order, is_first = order.view(shape), is_first.view(shape)
+    alone, alone_first = (part.view(1, num_mini_batches, -1) for part in deal_rows(num_rows, 1, num_mini_batches))
+    rows = []
+    for index in range(num_mini_batches):
+        mine = order[:, index][is_first[:, index]].tolist()
+        assert mine == alone[:, index][alone_first[:, index]].tolist()
+        rows += mine
+    assert rows == list(range(num_rows))
+
+
 # -- algorithm ----------------------------------------------------------------------------------------------------
 
 
@@ -354,7 +373,7 @@ def test_two_ranks_take_the_step_of_one(monkeypatch: pytest.MonkeyPatch) -> None
     ranks = FakeRanks(2)
     monkeypatch.setattr(learner_module, "dist", ranks)
     pair = [Learner(SMALL, config, seed=0) for _ in range(2)]
-    dealt = {name: column[deal_rows(8, 2, 2)] for name, column in batch.items()}
+    dealt = {name: column[deal_rows(8, 2, 2)[0]] for name, column in batch.items()}
     reports = ranks.run(lambda: pair[0].update(take(dealt, slice(4))), lambda: pair[1].update(take(dealt, slice(4, 8))))
     assert reports[0] == pytest.approx(expected, rel=1e-4, abs=1e-6) and reports[0] == reports[1]
     for parameter, first, second in zip(
