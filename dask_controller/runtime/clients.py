@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import CancelledError as ConcurrentCancelledError
 from concurrent.futures import TimeoutError as ConcurrentTimeoutError
 from typing import Any, TypeVar
 
@@ -92,6 +93,9 @@ def run_on_client(
             except (TimeoutError, ConcurrentTimeoutError):
                 if future.done():
                     return future.result()  # it failed with a TimeoutError of its own
+            except ConcurrentCancelledError:
+                # The loop cancels what runs on it when it stops.
+                raise GroupClosedError("the Dask client was closed while a result was waited for") from None
             if deadline is not None and time.monotonic() >= deadline:
                 raise TimeoutError(f"no result within {timeout_s:g} s")
             if not is_open(client):
