@@ -172,8 +172,10 @@ class Engine:
         outgoing.encode(needed, self.channels)
         if blocking or not (borrowed := outgoing.nbytes_borrowed):
             return False
-        # The caller may write to its tensors as soon as a non-blocking call returns.
-        if borrowed > self._inline_limit and not self._waiting and not self._shares_memory(needed):
+        # The caller may write to its tensors as soon as a non-blocking call returns. One that refers to data still to
+        # be made is sent only when they are there.
+        waits = bool(self._waiting) or outgoing.has_references
+        if borrowed > self._inline_limit and not waits and not self._shares_memory(needed):
             return True
         outgoing.own(self.channels)
         return False

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from dask.typing import Key
 from distributed import Client, Future
 
 from dask_controller.config import get_nbytes
@@ -53,7 +54,7 @@ __all__ = ["DataProtoFuture", "plan_reference"]
 
 #: Rows to fetch: key, address, first row (None: the whole value), end, index as bytes where rows are scattered, origin
 #: for messages, producing rank.
-Part = tuple[str, str, int | None, int | None, bytes | None, str, int]
+Part = tuple[Key, str, int | None, int | None, bytes | None, str, int]
 
 #: What a DataProto has and its future has not.
 _BATCH_NAMES = frozenset(name for name in [*dir(DataProto), "non_tensor_batch"] if not name.startswith("_"))
@@ -90,8 +91,8 @@ class DataProtoFuture:
                 raise UnsupportedTypeError(
                     f"a DataProtoFuture is made of distributed.Future objects, got {type(future).__name__}"
                 )
-        self._futures: dict[str, Future[Any]] = {str(future.key): future for future in futures}
-        self._node: Node = Source(tuple(str(future.key) for future in futures))
+        self._futures: dict[Key, Future[Any]] = {future.key: future for future in futures}
+        self._node: Node = Source(tuple(future.key for future in futures))
 
     def _of(self, node: Node, *others: DataProtoFuture) -> DataProtoFuture:
         out = object.__new__(DataProtoFuture)
@@ -570,7 +571,7 @@ async def _fetch_piece(client: Client, piece: Sequence[Any], columns: Sequence[A
             raise pickle.loads(answer["raise"])
         if "error" in answer:
             raise ChunkLostError(
-                f"{origin} cannot be sent by its host {address}: {answer['error']}", "", key, rank, address
+                f"{origin} cannot be sent by its host {address}: {answer['error']}", "", str(key), rank, address
             )
         tried.add(address)
         others = [a for a in await locate(client, key) if a not in tried]
@@ -581,7 +582,7 @@ async def _fetch_piece(client: Client, piece: Sequence[Any], columns: Sequence[A
         f"{origin} is gone: host {address} does not have it any more. The host was lost or the future was released; "
         "run the producing call again",
         "",
-        key,
+        str(key),
         rank,
         address,
     )
@@ -605,7 +606,7 @@ async def plan_reference(client: Client, reference: Future[Any] | DataProtoFutur
     if isinstance(reference, Future):
         await wait_done(reference)
         address, origin, rank, _ = await _facts(client, reference, need_rows=False)
-        return _plan([(str(reference.key), address, None, None, None, origin, rank)], is_batch=False)
+        return _plan([(reference.key, address, None, None, None, origin, rank)], is_batch=False)
     futures = reference._futures
     await asyncio.gather(*(wait_done(future) for future in futures.values()))
     facts = await asyncio.gather(*(_facts(client, future, need_rows=True) for future in futures.values()))
@@ -641,7 +642,7 @@ async def plan_reference(client: Client, reference: Future[Any] | DataProtoFutur
 
 
 async def _facts(client: Client, future: Future[Any], need_rows: bool) -> tuple[str, str, int, int | None]:
-    key = str(future.key)
+    key = future.key
     info: ResultInfo | None = info_of(future)
     if info is not None:
         kept = info.done.result()
@@ -653,13 +654,13 @@ async def _facts(client: Client, future: Future[Any], need_rows: bool) -> tuple[
     origin = f"the data of future {key!r}"
     holders = await locate(client, key)
     if not holders:
-        raise ChunkLostError(f"{origin} are gone: no host has them. They were released or lost", "", key)
+        raise ChunkLostError(f"{origin} are gone: no host has them. They were released or lost", "", str(key))
     address = holders[0]
     # Makes sure that the host can be asked for rows: it may never have met this package.
     answer = await client._run(install_service, workers=[address], on_error="return")
     if isinstance(answer.get(address), BaseException):
         raise ChunkLostError(
-            f"{origin} lie on host {address}, which cannot serve them: {answer[address]}", "", key, -1, address
+            f"{origin} lie on host {address}, which cannot serve them: {answer[address]}", "", str(key), -1, address
         ) from answer[address]
     rows: int | None = None
     if need_rows:

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import torch
+from dask.typing import Key
 
 from dask_controller.errors import BatchMismatchError, ChunkError, DataProtoError, KeyConflictError
 from dask_controller.protocol.batch_data import BatchData
@@ -88,14 +89,14 @@ class Strand:
 
 Lengths: TypeAlias = Mapping[int, int]
 #: How parts are numbered in a tree: by the position of their key in the list of all keys.
-Numbering: TypeAlias = Mapping[str, int]
+Numbering: TypeAlias = Mapping[Key, int]
 
 
 @dataclass(frozen=True, eq=False)
 class Source:
     """Parts joined in order, without the padding that dispatch had added."""
 
-    keys: tuple[str, ...]
+    keys: tuple[Key, ...]
     padding: Padding | None = None
 
     def strands(self, numbering: Numbering, lengths: Lengths) -> list[Strand]:
@@ -313,9 +314,9 @@ def _with_hollow(pieces: list[Piece], members: Sequence[int]) -> list[Piece]:
     return out + rest
 
 
-def keys_of(node: Any) -> list[str]:
+def keys_of(node: Any) -> list[Key]:
     """Every key that a tree refers to, each once, in order of appearance."""
-    seen: dict[str, None] = {}
+    seen: dict[Key, None] = {}
     stack = [node]
     while stack:
         current = stack.pop()

@@ -11,6 +11,7 @@ from concurrent.futures import Future as ConcurrentFuture
 from dataclasses import dataclass, field
 from typing import Any
 
+from dask.typing import Key
 from distributed import Client, Future
 
 from dask_controller.errors import ChunkLostError, RemoteError
@@ -104,6 +105,6 @@ async def wait_done(future: Future[Any]) -> None:
         )
 
 
-async def locate(client: Client, key: str) -> list[str]:
+async def locate(client: Client, key: Key) -> list[str]:
     """Addresses of the hosts that hold ``key``."""
     return list((await scheduler_of(client).who_has(keys=[key])).get(key) or ())

@@ -136,8 +136,11 @@ class Outbox:
 
 
 def read_batch(batch: Sequence[Any]) -> list[dict[str, Any]]:
-    """Messages as they were given to :meth:`Outbox.send`."""
-    return [msgpack.unpackb(item, strict_map_key=False) if isinstance(item, bytes) else item for item in batch]
+    """Messages as they were given to :meth:`Outbox.send`, with tuples for lists: keys of Dask may be tuples."""
+    return [
+        msgpack.unpackb(item, strict_map_key=False, use_list=False) if isinstance(item, bytes) else item
+        for item in batch
+    ]
 
 
 class Session:

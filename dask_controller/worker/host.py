@@ -23,6 +23,7 @@ from concurrent.futures import Future as ConcurrentFuture
 from dataclasses import dataclass, replace
 from typing import Any
 
+from dask.typing import Key
 from distributed import get_worker
 
 from dask_controller.errors import ChunkLostError, PlacementError
@@ -295,7 +296,7 @@ class Rank:
 
     async def _bring_piece(
         self,
-        key: str,
+        key: Key,
         address: str,
         start: int | None,
         stop: int | None,
@@ -339,7 +340,7 @@ class Rank:
                         f"rank {self.rank} on {self.service.address} could not get {origin} for {method}(): its host "
                         f"{address} cannot send it ({answer['error']})",
                         method,
-                        key,
+                        str(key),
                         producer,
                         address,
                     )
@@ -351,7 +352,7 @@ class Rank:
             f"rank {self.rank} on {self.service.address} could not get {origin} for {method}(): host {address} does "
             "not have it any more. The host was lost or the future was released; run the producing call again",
             method,
-            key,
+            str(key),
             producer,
             address,
         )
