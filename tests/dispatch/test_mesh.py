@@ -29,7 +29,7 @@ from dask_controller.errors import BatchMismatchError, DispatchError, Unsupporte
 from dask_controller.protocol.batching import Padding, RankOutputs
 from dask_controller.protocol.data_proto import DataProto
 from dask_controller.protocol.future import DataProtoFuture
-from tests.dispatch.fake_group import FakeGroup
+from tests.dispatch.fake_group import FakeGroup, rows_asked
 
 
 def batch(rows: int, auto_padding: bool = False) -> DataProto:
@@ -254,7 +254,7 @@ def test_futures_in_and_out() -> None:
     assert [future.key for future in joined.futures] == ["out 2", "out 0"], "in the order of the chunks"
     # The rows become known after the result was made.
     chunks.padding.set(3, 2)
-    assert [segment.rows for segment in joined._node.segments({"out 2": 2, "out 0": 2})] == [2, 1]
+    assert rows_asked(joined, {"out 2": 2, "out 0": 2}) == [2, 1]
 
 
 # ---- as a dispatch mode ----------------------------------------------------------------------------------------------
