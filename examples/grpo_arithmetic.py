@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import logging
 import signal
 import sys
@@ -447,7 +448,6 @@ def load_run(files: RunFiles, settings: Settings, num_steps: int) -> dict[str, A
         fail(f"cannot continue from {files.checkpoint}: other settings.\n  " + "\n  ".join(lines))
     if saved["step"] >= num_steps:
         fail(f"{files.checkpoint} is at step {saved['step']} already; ask for more with --steps")
-    files.forget_after(saved["step"])
     return saved
 
 
@@ -466,7 +466,9 @@ def train(
         state = {"step": step, "settings": asdict(settings), "num_ranks": trainer.num_ranks, **trainer.state()}
         save_checkpoint(files.checkpoint, state)
 
+    # Only now, with all ranks up: a start that fails costs no earlier run.
     if saved is None:
+        files.start_over()
         for step in display.steps("warm-up", 1, settings.warmup_steps):
             began = time.monotonic()
             note("warmup", step, trainer.warm_up(step), began)
@@ -476,6 +478,7 @@ def train(
         save(0)
         first = 1
     else:
+        files.forget_after(saved["step"])
         trainer.load_state(saved)
         first = saved["step"] + 1
         display.say(f"Continuing after step {saved['step']}")
@@ -494,20 +497,20 @@ def train(
 
 def run(options: argparse.Namespace, settings: Settings) -> None:
     """Set everything up, train, and sum up."""
+    for name in ("matplotlib", "pandas", "pyarrow", "rich"):
+        importlib.import_module(name)  # what is missing is better said now than after the training
     from grpo_lib.display import Display
 
     files = RunFiles(Path(options.out).resolve())
     saved = load_run(files, settings, options.steps) if options.resume else None
-    if saved is None:
-        files.start_over()
     # Hosts that were just started import torch first, which takes its time where many do so at once.
-    dask.config.set({"controller.probe-timeout": "120s", "controller.start-timeout": "300s"})
+    patience = dask.config.set({"controller.probe-timeout": "120s", "controller.start-timeout": "300s"})
     # Lets dispatch add rows where a batch does not divide over the ranks, and take them off the result.
     DataProtoConfig.auto_padding = True
     folder = options.data or str(files.folder / "problems")
     started = time.monotonic()
     print(f"Starting {options.ranks} policy rank(s) and 1 reward rank", flush=True)
-    with connected(options.scheduler, options.ranks + 1) as client:
+    with patience, connected(options.scheduler, options.ranks + 1) as client:
         print(f"Dask dashboard: {client.dashboard_link}", flush=True)
         write_problems(folder, settings)
         try:

@@ -16,6 +16,8 @@ from distributed import Client, LocalCluster
 from grpo_lib.settings import settings_from
 from grpo_single_process import train
 
+from dask_controller import DataProtoConfig
+
 SCRIPT = Path(grpo_arithmetic.__file__)
 NUM_STEPS = 12
 
@@ -135,6 +137,21 @@ def test_a_scheduler_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capsys: 
     with pytest.raises(SystemExit, match="2"), grpo_arithmetic.connected("tcp://127.0.0.1:1", 3):
         pass
     assert "no Dask scheduler answers at 'tcp://127.0.0.1:1'" in capsys.readouterr().err
+
+
+def test_a_start_that_fails_leaves_the_earlier_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = grpo_arithmetic.RunFiles(tmp_path)
+    grpo_arithmetic.save_checkpoint(files.checkpoint, {"step": 5})
+    files.record("train", 5, {"reward": 1.0})
+    monkeypatch.setattr(grpo_arithmetic, "CONNECT_TIMEOUT_S", 0.2)
+    options = grpo_arithmetic.parse_options(["--scheduler", "tcp://127.0.0.1:1", "--out", str(tmp_path)])
+    try:
+        with pytest.raises(SystemExit, match="2"):
+            grpo_arithmetic.run(options, settings_from(options))
+    finally:
+        DataProtoConfig.auto_padding = False  # the program has it on
+    assert grpo_arithmetic.load_checkpoint(files.checkpoint) == {"step": 5}
+    assert len(files.train_records()) == 1
 
 
 def test_more_ranks_than_hosts(
