@@ -45,6 +45,8 @@ logger = logging.getLogger(__name__)
 
 #: Pause between two looks for free slots, in seconds.
 _PLACEMENT_POLL_S = 0.25
+#: How much longer than its time limit the answer of a host may take, in seconds.
+_SILENCE_S = 5.0
 #: Leases and actors go before waiting tasks: a group that has half its ranks holds slots for nothing.
 _PRIORITY = 1_000
 
@@ -238,17 +240,7 @@ async def _take_leases(
             )
         )
     granted = await asyncio.gather(
-        *(
-            call_host(
-                client,
-                slot.address,
-                "wait_lease",
-                route="scheduler",
-                lease_id=ids[rank],
-                timeout_s=max(timeout_s, 1.0),
-            )
-            for rank, slot in enumerate(members.slots)
-        )
+        *(_wait_lease(client, slot.address, ids[rank], max(timeout_s, 1.0)) for rank, slot in enumerate(members.slots))
     )
     missing = [slot.address for slot, ok in zip(members.slots, granted, strict=True) if not ok]
     if missing:
@@ -261,6 +253,19 @@ async def _take_leases(
             len(members.slots) - len(missing),
         )
     return ids
+
+
+async def _wait_lease(client: Client, address: str, lease_id: str, timeout_s: float) -> bool:
+    request = call_host(client, address, "wait_lease", route="scheduler", lease_id=lease_id, timeout_s=timeout_s)
+    try:
+        # The host keeps the time; the margin is for one that has been stopped and keeps none.
+        return bool(await asyncio.wait_for(request, timeout_s + _SILENCE_S))
+    except asyncio.TimeoutError:
+        raise PlacementError(
+            f"host {address} answered when it was asked what it offers, and then no more: it is stopped or overloaded"
+        ) from None
+    except OSError as error:
+        raise PlacementError(f"host {address} was lost while the group was being made: {error}") from error
 
 
 # ---------------------------------------------------------------------- channels and the ranks' objects
