@@ -10,6 +10,7 @@ The tree::
     ControllerError(Exception)
     ├─ RegistrationError(TypeError)          bad @register arguments, name collisions, unknown modes
     │  ├─ DuplicateModeError(ValueError)     a mode name that is taken
+    │  ├─ ProtectedVariableError(ValueError) worker_env sets a variable of the group's
     │  └─ UnknownModeError(KeyError)         a mode that is not registered
     ├─ NotRegisteredError(AttributeError)    a method was called that no @register marks
     ├─ DataProtoError(ValueError)
@@ -51,6 +52,7 @@ __all__ = [
     "KeyConflictError",
     "NotRegisteredError",
     "PlacementError",
+    "ProtectedVariableError",
     "RankError",
     "RankFailedError",
     "RankLostError",
@@ -70,6 +72,10 @@ class ControllerError(Exception):
 
 class RegistrationError(ControllerError, TypeError):
     """A method, mode or class is declared in a way that cannot work."""
+
+
+class ProtectedVariableError(RegistrationError, ValueError):
+    """``worker_env`` sets a variable that belongs to the group."""
 
 
 class DuplicateModeError(RegistrationError, ValueError):

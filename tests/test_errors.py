@@ -16,6 +16,7 @@ CLASSES = [getattr(errors, name) for name in errors.__all__]
 #: One instance per class whose every field differs from its default.
 SAMPLES = {
     errors.DuplicateModeError: ("taken", "MINE"),
+    errors.ProtectedVariableError: ("RANK is the group's",),
     errors.UnknownModeError: ("unknown", "MINNE", ("MINE",)),
     errors.InsufficientResourcesError: ("too few slots", 3, 2, 1, {"tcp://a:1": "group 'actor'"}),
     errors.RemoteError: ("mod.OddError", "went wrong", "Traceback ..."),
@@ -30,6 +31,7 @@ SAMPLES = {
 BUILTIN = {
     "RegistrationError": TypeError,
     "DuplicateModeError": ValueError,
+    "ProtectedVariableError": ValueError,
     "UnknownModeError": KeyError,
     "NotRegisteredError": AttributeError,
     "DataProtoError": ValueError,

@@ -22,6 +22,8 @@ from dask_controller.errors import (
     GroupStartTimeoutError,
     InsufficientResourcesError,
     PlacementError,
+    ProtectedVariableError,
+    RankFailedError,
     RankTimeoutError,
     RegistrationError,
 )
@@ -69,13 +71,13 @@ def check_worker_env(worker_env: Mapping[str, str] | None) -> dict[str, str]:
 
     Raises
     ------
-    RegistrationError
+    ProtectedVariableError
         Names the protected variables that were given.
     """
     out: dict[str, str] = {}
     taken = sorted(set(worker_env or ()) & set(protected_variables()))
     if taken:
-        raise RegistrationError(
+        raise ProtectedVariableError(
             f"worker_env may not set {', '.join(taken)}: the group sets them for each rank. Leave them out; the "
             "rendezvous can be chosen with master_addr= and master_port="
         )
@@ -322,7 +324,12 @@ def _rendezvous(members: Members, master_addr: str | None, master_port: int | No
     if master_addr is None or master_port is None:
         ports = get_port_range()
         call, _ = engine.issue(RESERVE_PORT, [0], [], {}, blocking=True, context=[{"ports": ports}])
-        address, port = engine.wait(call, _left(deadline, engine.name, "agreeing on a port"))[0]
+        try:
+            address, port = engine.wait(call, _left(deadline, engine.name, "agreeing on a port"))[0]
+        except RankFailedError as error:
+            raise PlacementError(
+                f"group {engine.name!r} has no rendezvous on the host of rank 0, {engine.hosts[0]}: {error.failures[0]}"
+            ) from error
         master_addr = master_addr or address
         master_port = master_port or port
     members.master_addr, members.master_port = str(master_addr), int(master_port)

@@ -272,7 +272,7 @@ async def open_channel(
         except (OSError, asyncio.TimeoutError) as error:
             if route == "direct":
                 raise
-            logger.info("host %s cannot be reached from here (%s); going through the scheduler", address, error)
+            logger.warning("host %s cannot be reached from here (%s); going through the scheduler", address, error)
     return SchedulerChannel(client, address, group_id, on_message, on_lost)
 
 
