@@ -16,7 +16,6 @@ CLASSES = [getattr(errors, name) for name in errors.__all__]
 #: One instance per class whose every field differs from its default.
 SAMPLES = {
     errors.DuplicateModeError: ("taken", "MINE"),
-    errors.ProtectedVariableError: ("RANK is the group's",),
     errors.UnknownModeError: ("unknown", "MINNE", ("MINE",)),
     errors.InsufficientResourcesError: ("too few slots", 3, 2, 1, {"tcp://a:1": "group 'actor'"}),
     errors.RemoteError: ("mod.OddError", "went wrong", "Traceback ..."),
