@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from distributed import Client
+from distributed.comm import tcp
 
 from dask_controller import (
     DaskClassWithInitArgs,
@@ -22,7 +24,7 @@ from dask_controller import (
     register,
 )
 
-__all__ = ["LIMIT_S", "MeshRows", "Rows", "batch_of", "checksums", "make_group", "until", "wait_for_file"]
+__all__ = ["LIMIT_S", "MeshRows", "Rows", "Traffic", "batch_of", "checksums", "make_group", "until", "wait_for_file"]
 
 #: Nothing in these tests takes long; a wait that lasts this long hangs.
 LIMIT_S = 30.0
@@ -40,8 +42,6 @@ def until(condition: Callable[[], Any], what: str, limit_s: float = LIMIT_S) -> 
 
 def wait_for_file(path: str) -> None:
     """Block the calling thread until a file is there."""
-    import os
-
     until(lambda: os.path.exists(path), f"{path} is there")
 
 
@@ -49,6 +49,35 @@ def make_group(client: Client, cls: type, ranks: int, *args: Any, **options: Any
     """Return a group on hosts that need no GPU slot."""
     pool = DaskResourcePool([ranks], use_gpu=False)
     return DaskWorkerGroup(pool, DaskClassWithInitArgs(cls, *args), client=client, **options)
+
+
+class Traffic:
+    """Counts every byte that this process reads from and writes to TCP connections while the block runs.
+
+    In the tests' clusters the scheduler lives in the controller's process, so that its bytes count as well.
+    """
+
+    def __init__(self) -> None:
+        self.read = 0
+        self.written = 0
+
+    def __enter__(self) -> Traffic:
+        self._read, self._write = tcp.read_bytes_rw, tcp.TCP.write
+
+        async def read_bytes_rw(stream: Any, n: int) -> Any:
+            self.read += n
+            return await self._read(stream, n)
+
+        async def write(comm: Any, *args: Any, **kwargs: Any) -> Any:
+            nbytes = await self._write(comm, *args, **kwargs)
+            self.written += nbytes
+            return nbytes
+
+        tcp.read_bytes_rw, tcp.TCP.write = read_bytes_rw, write
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        tcp.read_bytes_rw, tcp.TCP.write = self._read, self._write
 
 
 def batch_of(rows: int, **options: Any) -> DataProto:
@@ -66,7 +95,7 @@ def batch_of(rows: int, **options: Any) -> DataProto:
 def checksums(data: DataProto) -> dict[str, str]:
     """One digest for each column, over dtype, shape and every byte."""
     out = {}
-    for key, column in (data.batch or {}).items():
+    for key, column in data.batch.items():
         raw = column.contiguous().reshape(-1).view(torch.uint8).numpy()
         out[key] = hashlib.sha256(f"{column.dtype} {tuple(column.shape)}".encode() + raw.tobytes()).hexdigest()
     for key, column in data.non_tensor_batch.items():
@@ -107,6 +136,10 @@ class Rows(Worker):
         return len(data)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
+    def digests(self, data: DataProto) -> dict[str, str]:
+        return checksums(data)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
     def first_rows(self, data: DataProto) -> list[float]:
         return list(data.batch["x"].tolist())
 
@@ -127,12 +160,17 @@ class Rows(Worker):
         return self.rank, type(value).__name__, value
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def checksums(self, data: DataProto) -> dict[str, str]:
+    def digests_of_all(self, data: DataProto) -> dict[str, str]:
         return checksums(data)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, materialize_futures=False)
     def kinds(self, value: Any) -> Any:
         return type(value).__name__
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO_WITH_FUNC, blocking=False)
+    def hold(self, wait: Callable[[int], None], data: Any) -> Any:
+        wait(self.rank)
+        return data
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def on_zero(self, data: DataProto) -> DataProto:
