@@ -184,6 +184,7 @@ def rebuild(client: Client, ranks: int = 3) -> None:
 # ---------------------------------------------------------------------- D1: a host is killed
 
 
+@pytest.mark.slow
 def test_killed_while_idle(cluster_client: Client) -> None:
     group = make_group(cluster_client, 3)
     assert group.who() == [0, 1, 2]
@@ -260,6 +261,7 @@ def test_killed_after_it_has_answered(cluster_client: Client) -> None:
     rebuild(cluster_client)
 
 
+@pytest.mark.slow
 def test_a_consumer_whose_producer_is_killed(cluster_client: Client) -> None:
     producer = make_group(cluster_client, 1)
     with make_group(cluster_client, 2) as consumer:
@@ -280,6 +282,7 @@ def test_a_consumer_whose_producer_is_killed(cluster_client: Client) -> None:
     rebuild(cluster_client)
 
 
+@pytest.mark.slow
 def test_killed_while_the_others_wait_for_it_in_a_collective(cluster_client: Client, tmp_path: Path) -> None:
     path = tmp_path / "never"
     group = make_group(cluster_client, 3, True)
@@ -297,6 +300,7 @@ def test_killed_while_the_others_wait_for_it_in_a_collective(cluster_client: Cli
     rebuild(cluster_client)
 
 
+@pytest.mark.slow
 def test_a_broken_group_that_is_dropped_frees_the_hosts(cluster_client: Client) -> None:
     group = make_group(cluster_client, 3)
     kill(pids(group)[2])
@@ -306,6 +310,7 @@ def test_a_broken_group_that_is_dropped_frees_the_hosts(cluster_client: Client) 
     rebuild(cluster_client)
 
 
+@pytest.mark.slow
 def test_several_hosts_killed_at_once(cluster_client: Client) -> None:
     group = make_group(cluster_client, 3)
     for pid in pids(group):
@@ -318,6 +323,7 @@ def test_several_hosts_killed_at_once(cluster_client: Client) -> None:
     rebuild(cluster_client)
 
 
+@pytest.mark.slow
 def test_a_killed_host_through_the_scheduler(make_cluster: Callable[..., LocalCluster], tmp_path: Path) -> None:
     path = tmp_path / "go"
     with Client(make_cluster(3), timeout=30, direct_to_workers=False) as client:
@@ -403,7 +409,7 @@ def take_gpu_on(client: Client, hosts: list[str]) -> None:
     assert len(set(client.gather(tasks))) == len(hosts)
 
 
-@pytest.mark.parametrize("busy", [False, True])
+@pytest.mark.parametrize("busy", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_killed_controller_leaves_nothing(
     busy: bool, cluster_client: Client, controllers: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
@@ -441,6 +447,7 @@ def test_a_killed_controller_leaves_nothing(
     rebuild(cluster_client)
 
 
+@pytest.mark.slow
 def test_a_detached_group_survives_its_killed_controller(
     cluster_client: Client, controllers: Callable[..., subprocess.Popen[str]]
 ) -> None:
@@ -508,6 +515,7 @@ def test_the_group_closes_while_calls_wait(client: Client, tmp_path: Path) -> No
     forget_failures(client)
 
 
+@pytest.mark.slow
 def test_the_cluster_closes_while_a_call_waits(make_cluster: Callable[..., LocalCluster], tmp_path: Path) -> None:
     path = tmp_path / "go"
     cluster = make_cluster(2)
@@ -525,6 +533,7 @@ def test_the_cluster_closes_while_a_call_waits(make_cluster: Callable[..., Local
         group.close()
 
 
+@pytest.mark.slow
 def test_the_scheduler_is_killed_while_a_call_waits(tmp_path: Path) -> None:
     path = tmp_path / "go"
     with run_cli_cluster(tmp_path, 2) as cluster, Client(cluster.address, timeout=30) as client:
