@@ -326,6 +326,11 @@ def _rendezvous(members: Members, master_addr: str | None, master_port: int | No
         call, _ = engine.issue(RESERVE_PORT, [0], [], {}, blocking=True, context=[{"ports": ports}])
         try:
             address, port = engine.wait(call, _left(deadline, engine.name, "agreeing on a port"))[0]
+        except RankTimeoutError as error:
+            raise GroupStartTimeoutError(
+                f"group {engine.name!r} was not up in time: the host of rank 0, {engine.hosts[0]}, did not answer when "
+                "asked for a port. It is stopped or overloaded"
+            ) from error
         except RankFailedError as error:
             raise PlacementError(
                 f"group {engine.name!r} has no rendezvous on the host of rank 0, {engine.hosts[0]}: {error.failures[0]}"
