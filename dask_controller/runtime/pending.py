@@ -26,7 +26,7 @@ from distributed.diagnostics.plugin import SchedulerPlugin
 from distributed.protocol.serialize import to_serialize
 
 from dask_controller.errors import RemoteError
-from dask_controller.runtime.clients import scheduler_of
+from dask_controller.runtime.clients import client_loop, scheduler_of
 
 if TYPE_CHECKING:
     from distributed.scheduler import Scheduler
@@ -179,15 +179,24 @@ async def resolve(client: Client, key: str, address: str, nbytes: int, typename:
 
 
 def resolve_error(client: Client, key: str, error: BaseException) -> None:
-    """Make the future of ``key`` fail with ``error``, and with it every task that depends on it."""
+    """Make the future of ``key`` fail with ``error``, and with it every task that depends on it.
+
+    Runs on the client's event loop.
+    """
+    try:
+        raw = pickle.dumps(error)
+        pickle.loads(raw)
+    except Exception:
+        raw = pickle.dumps(RemoteError(f"{type(error).__module__}.{type(error).__qualname__}", str(error)))
     if has_plugin(client):
-        try:
-            raw = pickle.dumps(error)
-            pickle.loads(raw)
-        except Exception:
-            raw = pickle.dumps(RemoteError(f"{type(error).__module__}.{type(error).__qualname__}", str(error)))
         client._send_to_scheduler({"op": _OP_FAILED, "key": key, "exception": to_serialize(raw), "text": repr(error)})
-        return
+    else:
+        client_loop(client).call_soon(_set_error, client, key, raw)
+
+
+def _set_error(client: Client, key: str, raw: bytes) -> None:
+    # The client keeps what it is given here. A copy, made on a stack of its own: the original is raised to the user, and
+    # its traceback, as well as the frames of whoever unpickles one, would keep the user's futures alive.
     state = client.futures.get(key)
     if state is not None:
-        state.set_error(error, None)
+        state.set_error(pickle.loads(raw), None)
