@@ -24,6 +24,7 @@ from dask.sizeof import sizeof
 from distributed import Worker as DaskWorker
 from distributed import get_worker
 from distributed.comm.core import Comm, CommClosedError
+from distributed.comm.tcp import TCP
 from distributed.core import Status
 from distributed.worker import _worker_cvar
 from distributed.worker_state_machine import FreeKeysEvent
@@ -53,6 +54,9 @@ logger = logging.getLogger(__name__)
 
 #: Above this size, slicing and packing for a fetch leaves the event loop for a thread.
 _OFFLOAD_BYTES = 1 << 20
+
+#: Messages up to this size are written without a task: far below what Dask serialises in a thread.
+_AT_ONCE_BYTES = 64 << 10
 
 #: How long a poll through the scheduler is held open on the host, in seconds.
 _POLL_S = 10.0
@@ -117,11 +121,29 @@ class Outbox:
         """Queue a message."""
         try:
             # Dask walks every message for its size and for objects to serialise; one without buffers is spared that.
-            self._pending.append(msgpack.packb(message))
+            packed: Any = msgpack.packb(message)
         except TypeError:
-            self._pending.append(message)
+            packed = message
+        if self._writer is None and isinstance(packed, bytes) and self._write_at_once(packed):
+            return
+        self._pending.append(packed)
         if self._writer is None:
             self._writer = asyncio.ensure_future(self._drain())
+
+    def _write_at_once(self, packed: bytes) -> bool:
+        """Write a small message without a task of its own: TCP only puts it into the socket's buffer."""
+        if len(packed) > _AT_ONCE_BYTES or not isinstance(self.comm, TCP):
+            return False
+        step = self.comm.write([packed])
+        try:
+            step.send(None)
+        except StopIteration:
+            return True
+        except (OSError, CommClosedError):
+            self.comm.abort()
+            return True
+        step.close()
+        raise RuntimeError("Dask's TCP connection waited while it wrote a small message")
 
     async def _drain(self) -> None:
         try:
