@@ -195,8 +195,8 @@ def resolve_error(client: Client, key: str, error: BaseException) -> None:
 
 
 def _set_error(client: Client, key: str, raw: bytes) -> None:
-    # The client keeps what it is given here. A copy, made on a stack of its own: the original is raised to the user, and
-    # its traceback, as well as the frames of whoever unpickles one, would keep the user's futures alive.
+    # The client keeps what it is given here. A copy, made on a stack of its own: the original is raised to the user,
+    # and its traceback, as well as the frames of whoever unpickles one, would keep the user's futures alive.
     state = client.futures.get(key)
     if state is not None:
         state.set_error(pickle.loads(raw), None)
