@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +16,12 @@ import pytest
 import torch
 from distributed import Client, Future, Scheduler, Worker, wait
 from distributed.client import FutureCancelledError
-from distributed.utils_test import gen_cluster, inc
 
 from dask_controller import DataProto, errors
 from dask_controller.runtime import pending
 from tests.helpers import forget_failures
-from tests.scenarios.data_ranks import LIMIT_S, Rows, batch_of, make_group, wait_for_file
-
-
-async def until(condition: Callable[[], Any], what: str) -> None:
-    """Let the event loop run until the condition holds."""
-    deadline = asyncio.get_running_loop().time() + LIMIT_S
-    while not condition():
-        assert asyncio.get_running_loop().time() < deadline, what
-        await asyncio.sleep(0.005)
+from tests.runtime.one_loop import LIMIT_S, one_loop, until
+from tests.scenarios.data_ranks import Rows, batch_of, make_group, wait_for_file
 
 
 async def with_plugin(client: Client) -> None:
@@ -49,10 +41,14 @@ async def make(client: Client, host: Worker, key: str, value: Any) -> None:
     await pending.resolve(client, key, host.address, 8, "builtins.int")
 
 
+def inc(x: int) -> int:
+    return x + 1
+
+
 # ---------------------------------------------------------------------- ready
 
 
-@gen_cluster(client=True)
+@one_loop
 async def test_a_future_is_pending_until_its_key_is_ready(c: Client, s: Scheduler, a: Worker, b: Worker) -> None:
     await with_plugin(c)
     future = announced(c, "k")
@@ -75,7 +71,7 @@ async def test_a_future_is_pending_until_its_key_is_ready(c: Client, s: Schedule
     await until(lambda: "k" not in s.tasks and "k" not in a.data, "the value is gone with its future")
 
 
-@gen_cluster(client=True)
+@one_loop
 async def test_tasks_submitted_before_the_key_is_ready(c: Client, s: Scheduler, a: Worker, b: Worker) -> None:
     await with_plugin(c)
     first, second = announced(c, "k"), announced(c, "l")
@@ -93,7 +89,7 @@ async def test_tasks_submitted_before_the_key_is_ready(c: Client, s: Scheduler, 
     s.validate_state()
 
 
-@gen_cluster(client=True)
+@one_loop
 async def test_a_task_submitted_at_once_is_not_cancelled(c: Client, s: Scheduler, a: Worker, b: Worker) -> None:
     await with_plugin(c)
     # The announcement and the graph leave in one go: order is all that matters.
@@ -103,7 +99,7 @@ async def test_a_task_submitted_at_once_is_not_cancelled(c: Client, s: Scheduler
     assert await c.gather(results) == list(range(1, 51))
 
 
-@gen_cluster(client=True)
+@one_loop
 async def test_a_key_that_is_ready_before_anybody_asks(c: Client, s: Scheduler, a: Worker, b: Worker) -> None:
     await with_plugin(c)
     future = announced(c, "k")
@@ -121,7 +117,7 @@ async def test_a_key_that_is_ready_before_anybody_asks(c: Client, s: Scheduler, 
 # ---------------------------------------------------------------------- failed
 
 
-@gen_cluster(client=True)
+@one_loop
 async def test_a_failure_fails_everything_that_depends_on_it(c: Client, s: Scheduler, a: Worker, b: Worker) -> None:
     await with_plugin(c)
     bad, good = announced(c, "bad"), announced(c, "good")
@@ -146,7 +142,7 @@ async def test_a_failure_fails_everything_that_depends_on_it(c: Client, s: Sched
     s.validate_state()
 
 
-@gen_cluster(client=True)
+@one_loop
 async def test_a_failed_key_is_forgotten_with_its_futures(c: Client, s: Scheduler, a: Worker, b: Worker) -> None:
     await with_plugin(c)
     bad = announced(c, "bad")
@@ -159,7 +155,7 @@ async def test_a_failed_key_is_forgotten_with_its_futures(c: Client, s: Schedule
     await until(lambda: not s.tasks, "the scheduler has forgotten both")
 
 
-@gen_cluster(client=True)
+@one_loop
 async def test_an_error_that_cannot_travel_still_arrives(c: Client, s: Scheduler, a: Worker, b: Worker) -> None:
     await with_plugin(c)
     future = announced(c, "k")
@@ -174,7 +170,7 @@ async def test_an_error_that_cannot_travel_still_arrives(c: Client, s: Scheduler
 # ---------------------------------------------------------------------- dropped
 
 
-@gen_cluster(client=True)
+@one_loop
 async def test_a_future_dropped_before_its_key_is_ready(c: Client, s: Scheduler, a: Worker, b: Worker) -> None:
     await with_plugin(c)
     future = announced(c, "k")
@@ -187,7 +183,7 @@ async def test_a_future_dropped_before_its_key_is_ready(c: Client, s: Scheduler,
     s.validate_state()
 
 
-@gen_cluster(client=True)
+@one_loop
 async def test_a_future_dropped_before_its_key_fails(c: Client, s: Scheduler, a: Worker, b: Worker) -> None:
     await with_plugin(c)
     future = announced(c, "k")
@@ -199,7 +195,7 @@ async def test_a_future_dropped_before_its_key_fails(c: Client, s: Scheduler, a:
     s.validate_state()
 
 
-@gen_cluster(client=True)
+@one_loop
 async def test_a_dependent_keeps_the_key(c: Client, s: Scheduler, a: Worker, b: Worker) -> None:
     await with_plugin(c)
     future = announced(c, "k")
@@ -212,7 +208,7 @@ async def test_a_dependent_keeps_the_key(c: Client, s: Scheduler, a: Worker, b: 
     s.validate_state()
 
 
-@gen_cluster(client=True)
+@one_loop
 async def test_a_cancelled_future(c: Client, s: Scheduler, a: Worker, b: Worker) -> None:
     await with_plugin(c)
     future = announced(c, "k")
@@ -227,7 +223,7 @@ async def test_a_cancelled_future(c: Client, s: Scheduler, a: Worker, b: Worker)
     s.validate_state()
 
 
-@gen_cluster(client=True)
+@one_loop
 async def test_a_client_that_closes_leaves_no_key(c: Client, s: Scheduler, a: Worker, b: Worker) -> None:
     async with Client(s.address, asynchronous=True, set_as_default=False) as other:
         await with_plugin(other)
@@ -241,7 +237,7 @@ async def test_a_client_that_closes_leaves_no_key(c: Client, s: Scheduler, a: Wo
 # ---------------------------------------------------------------------- other hosts and clients
 
 
-@gen_cluster(client=True)
+@one_loop
 async def test_a_key_on_a_host_that_has_left(c: Client, s: Scheduler, a: Worker, b: Worker) -> None:
     await with_plugin(c)
     future = announced(c, "k")
@@ -255,7 +251,7 @@ async def test_a_key_on_a_host_that_has_left(c: Client, s: Scheduler, a: Worker,
     s.validate_state()
 
 
-@gen_cluster(client=True)
+@one_loop
 async def test_a_value_lost_with_its_host(c: Client, s: Scheduler, a: Worker, b: Worker) -> None:
     await with_plugin(c)
     future = announced(c, "k")
@@ -268,7 +264,7 @@ async def test_a_value_lost_with_its_host(c: Client, s: Scheduler, a: Worker, b:
     s.validate_state()
 
 
-@gen_cluster(client=True)
+@one_loop
 async def test_a_value_is_saved_from_a_host_that_retires(c: Client, s: Scheduler, a: Worker, b: Worker) -> None:
     await with_plugin(c)
     future = announced(c, "k")
@@ -280,7 +276,7 @@ async def test_a_value_is_saved_from_a_host_that_retires(c: Client, s: Scheduler
     s.validate_state()
 
 
-@gen_cluster(client=True)
+@one_loop
 async def test_a_second_client_waits_for_the_same_key(c: Client, s: Scheduler, a: Worker, b: Worker) -> None:
     await with_plugin(c)
     mine = announced(c, "k")
@@ -301,7 +297,7 @@ async def test_a_second_client_waits_for_the_same_key(c: Client, s: Scheduler, a
 # ---------------------------------------------------------------------- without the plugin
 
 
-@gen_cluster(client=True)
+@one_loop
 async def test_without_the_plugin_futures_work(c: Client, s: Scheduler, a: Worker, b: Worker) -> None:
     pending._installed[c] = False
     assert not pending.has_plugin(c)
@@ -319,7 +315,7 @@ async def test_without_the_plugin_futures_work(c: Client, s: Scheduler, a: Worke
         await bad
 
 
-@gen_cluster(client=True)
+@one_loop
 async def test_without_the_plugin_a_dropped_value_is_freed(c: Client, s: Scheduler, a: Worker, b: Worker) -> None:
     pending._installed[c] = False
     future = announced(c, "k")
