@@ -6,6 +6,7 @@ it. Plain state, changed on the client's event loop and awaited by the user's th
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future as ConcurrentFuture
 from typing import Any
@@ -103,6 +104,8 @@ class Call:
         self._unaccepted = set(hosts.values())
         #: Address to bytes of arguments that the host holds until the call is over.
         self.in_flight: dict[str, int] = {}
+        #: Settles the call when other ranks do not answer after the first failure; holds it for as long as it stands.
+        self.timer: asyncio.TimerHandle | None = None
         #: Objects that must live until the call is over, such as the futures it reads.
         self.keep: list[Any] = []
 

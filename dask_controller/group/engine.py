@@ -364,13 +364,15 @@ class Engine:
             self._finish_call(call, call.settle)
         elif len(call.failures) == 1 and "failure" in message:
             # Others that fail for the same reason do so within moments; ranks stuck in a collective never answer.
-            self.loop.call_later(self._grace_s, call.settle)
+            call.timer = self.loop.call_later(self._grace_s, call.settle)
 
     def _finish_call(self, call: Call, action: Callable[[], None]) -> None:
         action()
         if call.finished:
             self._calls.pop(call.call_id, None)
             call.keep.clear()
+            if call.timer is not None:
+                call.timer.cancel()
             self.flow.dismiss(call.in_flight)
             if call.infos and call.failures:
                 self._fail_rest(call)

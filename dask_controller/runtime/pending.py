@@ -171,11 +171,10 @@ async def resolve(client: Client, key: str, address: str, nbytes: int, typename:
             }
         )
         return
-    if key not in client.futures:  # dropped while it was being made
-        await scheduler_of(client).update_data(who_has={key: [address]}, nbytes={key: nbytes}, client=client.id)
-        client._send_to_scheduler({"op": "client-releases-keys", "keys": [key]})
-        return
     await scheduler_of(client).update_data(who_has={key: [address]}, nbytes={key: nbytes}, client=client.id)
+    if key not in client.futures:
+        # Dropped before, or meanwhile: the release may have overtaken the request, which has a connection of its own.
+        client._send_to_scheduler({"op": "client-releases-keys", "keys": [key]})
 
 
 def resolve_error(client: Client, key: str, error: BaseException) -> None:
@@ -195,8 +194,15 @@ def resolve_error(client: Client, key: str, error: BaseException) -> None:
 
 
 def _set_error(client: Client, key: str, raw: bytes) -> None:
-    # The client keeps what it is given here. A copy, made on a stack of its own: the original is raised to the user,
-    # and its traceback, as well as the frames of whoever unpickles one, would keep the user's futures alive.
+    # The client keeps what it is given here. A copy, because the original is raised to the user and its traceback would
+    # keep the user's futures alive; on a stack of its own and without tracebacks, because tblib builds them of frames
+    # that refer to whoever unpickles them.
     state = client.futures.get(key)
-    if state is not None:
-        state.set_error(pickle.loads(raw), None)
+    if state is None:
+        return
+    copy = pickle.loads(raw)
+    for error in (copy, *getattr(copy, "failures", {}).values()):
+        while error is not None:
+            error.__traceback__ = None
+            error = error.__cause__
+    state.set_error(copy, None)
