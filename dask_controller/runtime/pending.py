@@ -195,8 +195,8 @@ def resolve_error(client: Client, key: str, error: BaseException) -> None:
 
 def _set_error(client: Client, key: str, raw: bytes) -> None:
     # The client keeps what it is given here. A copy, because the original is raised to the user and its traceback
-    # would keep the user's futures alive; on a stack of its own and without tracebacks, because tblib builds them of frames
-    # that refer to whoever unpickles them.
+    # would keep the user's futures alive; on a stack of its own and without tracebacks, because tblib builds them of
+    # frames that refer to whoever unpickles them.
     state = client.futures.get(key)
     if state is None:
         return
