@@ -201,7 +201,7 @@ async def _occupy(
             for rank, slot in enumerate(slots)
         ]
         try:
-            await asyncio.wait_for(asyncio.gather(*(wait_done(f) for f in members.actors)), max(timeout_s, 1.0))
+            await asyncio.wait_for(asyncio.gather(*(wait_done(f, client) for f in members.actors)), max(timeout_s, 1.0))
         except asyncio.TimeoutError:
             late = [f"{s.address} (rank {r})" for r, s in enumerate(slots) if not members.actors[r].done()]
             raise GroupStartTimeoutError(

@@ -45,7 +45,7 @@ from dask_controller.protocol.plan import (
 from dask_controller.protocol.serialize import Packed, unpack
 from dask_controller.runtime.channel import call_host
 from dask_controller.runtime.clients import client_loop, current_client, run_on_client, scheduler_of, while_host_lives
-from dask_controller.runtime.futures import ResultInfo, info_of, locate, wait_done
+from dask_controller.runtime.futures import ResultInfo, adopt, info_of, locate, wait_done
 from dask_controller.runtime.service import install_service, pick_rows
 from dask_controller.runtime.shm import Link, fetch_link
 
@@ -119,7 +119,7 @@ class DataProtoFuture:
     def _client(self) -> Client:
         for future in self.futures:
             if future.client is None:  # unpickled here
-                future.bind_client(current_client())
+                adopt(future, current_client())
         client: Client = self.futures[0].client
         return client
 
@@ -604,11 +604,14 @@ async def plan_reference(client: Client, reference: Future[Any] | DataProtoFutur
         ``{"pieces", "columns", "order"}``; for a piece see :data:`Part`.
     """
     if isinstance(reference, Future):
-        await wait_done(reference)
+        adopt(reference, client)
+        await wait_done(reference, client)
         address, origin, rank, _ = await _facts(client, reference, need_rows=False)
         return _plan([(reference.key, address, None, None, None, origin, rank)], is_batch=False)
     futures = reference._futures
-    await asyncio.gather(*(wait_done(future) for future in futures.values()))
+    for future in futures.values():
+        adopt(future, client)
+    await asyncio.gather(*(wait_done(future, client) for future in futures.values()))
     facts = await asyncio.gather(*(_facts(client, future, need_rows=True) for future in futures.values()))
     keys = list(futures)
     numbering = {key: i for i, key in enumerate(keys)}
