@@ -303,6 +303,24 @@ async def test_a_plugin_adds_messages_that_keep_their_order(c: Client, s: Schedu
 
 
 @one_loop
+async def test_the_scheduler_tells_who_asks_for_a_key(c: Client, s: Scheduler, a: Worker, b: Worker) -> None:
+    original = c.submit(inc, 1, pure=False)
+    await original
+    async with Client(s.address, asynchronous=True, set_as_default=False) as other:
+        adopted: Future[int] = Future(original.key, other)
+        assert other.scheduler is not None
+        states = await other.scheduler.get_task_status(keys=[original.key, "nothing"])
+        assert states == {original.key: "memory", "nothing": None}
+        assert not adopted.done()  # nobody tells a client of what it has not asked for
+        other._send_to_scheduler({"op": "client-desires-keys", "keys": [original.key]})
+        await until(adopted.done, "the client has been told")
+        assert await adopted == 2
+        original.release()
+        assert await adopted == 2
+    await until(lambda: original.key not in s.tasks, "the key goes with the last client")
+
+
+@one_loop
 async def test_the_scheduler_leaves_out_hosts_that_it_does_not_know(
     c: Client, s: Scheduler, a: Worker, b: Worker
 ) -> None:

@@ -167,6 +167,10 @@ class Rows(Worker):
     def kinds(self, value: Any) -> Any:
         return type(value).__name__
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, materialize_futures=False)
+    def fetch_on_rank(self, later: Any) -> list[float]:
+        return list(later.get(timeout=LIMIT_S).batch["x"].tolist())
+
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO_WITH_FUNC, blocking=False)
     def hold(self, wait: Callable[[int], None], data: Any) -> Any:
         wait(self.rank)
