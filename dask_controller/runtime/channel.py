@@ -153,6 +153,7 @@ class DirectChannel:
             reason = f"a message could not be read: {type(error).__name__}: {error}"
             self._comm.abort()
         if not self._closing:
+            self.link.close()
             self._on_lost(self.address, reason)
 
     async def close(self) -> None:
@@ -162,6 +163,7 @@ class DirectChannel:
             await asyncio.wait_for(self._comm.close(), 1)
         except Exception:
             self._comm.abort()
+        self.link.close()
 
 
 class SchedulerChannel:

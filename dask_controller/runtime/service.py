@@ -246,6 +246,7 @@ class Session:
     def close(self) -> None:
         self.closed = True
         self._mail.set()
+        self.link.close()
         self.service.sessions.pop(self.session_id, None)
         # Whatever the controller announced in its last moments has reached the scheduler by then.
         self.service.loop.call_later(_SWEEP_S, lambda: self.service.run_coroutine(self.service.sweep(self.group_id)))

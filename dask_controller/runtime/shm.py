@@ -89,6 +89,8 @@ class _Segment:
     inode: int
     #: The process that holds views on it, or None while it is free.
     holder: tuple[int, str] | None = None
+    #: The link that handed it out.
+    link: int = 0
     stamp: int = 0
 
 
@@ -120,7 +122,7 @@ class SegmentPool:
         """Segments that some receiver still looks at."""
         return sum(segment.holder is not None for segment in self._segments.values())
 
-    def write(self, packed: Packed, receiver: tuple[int, str]) -> dict[str, Any] | None:
+    def write(self, packed: Packed, receiver: tuple[int, str], link: int = 0) -> dict[str, Any] | None:
         """Copy the frames of ``packed`` into a segment for ``receiver``.
 
         Parameters
@@ -129,6 +131,8 @@ class SegmentPool:
             A value; its frames stay as they are.
         receiver : (int, str)
             :func:`process_token` of the process that will read it.
+        link : int
+            Who hands it out, for :meth:`abandon`.
 
         Returns
         -------
@@ -142,6 +146,7 @@ class SegmentPool:
         segment = self._take(total, receiver)
         if segment is None:
             return None
+        segment.link = link
         target = np.frombuffer(segment.memory, dtype=np.uint8)
         offset = 0
         for frame, size in zip(packed.frames, sizes, strict=True):
@@ -178,6 +183,13 @@ class SegmentPool:
                 if segment is not None:
                     segment.holder = None
                     segment.stamp = next(self._clock)
+
+    def abandon(self, link: int) -> None:
+        """Leave what this link has handed out, and nobody will give back, to the receivers that look at it."""
+        with self._lock:
+            for segment in list(self._segments.values()):
+                if segment.link == link and segment.holder is not None:
+                    self._drop(segment)
 
     def close(self) -> None:
         """Give all memory back; receivers keep what they look at."""
@@ -262,6 +274,9 @@ def own_pool_release(value: dict[str, Any]) -> None:
         _own.release([value["shm"]["segment"]])
 
 
+_link_numbers = itertools.count(1)
+
+
 class Link:
     """Hand-over of values to and from one other process, by memory where that pays and is possible.
 
@@ -278,6 +293,7 @@ class Link:
         self.give_back = give_back
         #: The other process, once both are known to share memory.
         self.peer: tuple[int, str] | None = None
+        self._number = next(_link_numbers)
 
     def hello(self) -> dict[str, Any]:
         """What the other process needs to know of this one."""
@@ -301,7 +317,7 @@ class Link:
     def encode(self, packed: Packed) -> Any:
         """The form in which ``packed`` travels to the other process."""
         if self.peer is not None and packed.frames:
-            description = own_pool(self.limit_nbytes).write(packed, self.peer)
+            description = own_pool(self.limit_nbytes).write(packed, self.peer, self._number)
             if description is not None:
                 return {"shm": description}
         return to_serialize(packed) if packed.frames else packed.header
@@ -317,6 +333,15 @@ class Link:
     def free(self, numbers: Sequence[int]) -> None:
         """The other process has given segments of this one back."""
         own_pool(self.limit_nbytes).release(numbers)
+
+    def close(self) -> None:
+        """The conversation is over. What either side still looks at stays with it, and goes when that goes."""
+        if self.peer is None:
+            return
+        own_pool(self.limit_nbytes).abandon(self._number)
+        with _attached_lock:
+            for key in [key for key in _attached if key[:2] == self.peer]:
+                del _attached[key]
 
 
 def fetch_link(limit_nbytes: int, loop: asyncio.AbstractEventLoop, release: Callable[[int], Awaitable[Any]]) -> Link:
