@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -20,6 +21,7 @@ from distributed.comm import tcp
 
 from dask_controller import DaskWorkerGroup, DataProto, DataProtoFuture, errors
 from dask_controller.protocol import future as future_module
+from dask_controller.runtime import shm
 from tests.helpers import forget_failures
 from tests.protocol.batches import assert_same_batch
 from tests.scenarios.data_ranks import (
@@ -345,6 +347,29 @@ def test_released_futures_are_reported_not_awaited(client: Client) -> None:
             later.get(timeout=LIMIT_S)
         with pytest.raises(errors.RankFailedError, match="rank [01] of group"):
             a.echo(later)
+
+
+def test_results_that_outlive_their_group_keep_their_memory_and_give_it_back(client: Client) -> None:
+    data = DataProto.from_dict({"x": torch.rand(4, MB)})  # 16 MB
+    other = DataProto.from_dict({"x": torch.zeros(4, MB)})
+    for _ in range(3):
+        with make_group(client, Rows, 2) as group:
+            kept = group.echo_later(data)  # on the hosts, in memory that the controller made
+            here = group.echo(data)  # in memory that the hosts made
+        # Whatever is handed over next must not overwrite it.
+        with make_group(client, Rows, 2) as group:
+            for _ in range(4):
+                group.echo(other)
+            assert torch.equal(kept.get(timeout=LIMIT_S).batch["x"], data.batch["x"])
+            assert torch.equal(here.batch["x"], data.batch["x"])
+            del kept, here
+    until(lambda: not _segments_in_use(), "the controller's memory is free")
+    until(lambda: not any(client.run(_segments_in_use).values()), "the hosts' memory is free")
+
+
+def _segments_in_use() -> int:
+    gc.collect()
+    return 0 if shm._own is None else shm._own.num_in_use
 
 
 # ---------------------------------------------------------------------- B7 two clients
